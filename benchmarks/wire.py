@@ -26,7 +26,7 @@ from benchmarks.harness import REPO, Claim, bounded, compared, interleaved, seco
 from peralta_zmq import wire
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
 from peralta_zmq.wire.auth import TRAINER, make_keys
-from peralta_zmq.wire.sockets import open_socket
+from peralta_zmq.wire.rollout_sockets import open_socket
 
 VOCAB_SIZE = 64
 LIMITS = wire.GroupLimits(VOCAB_SIZE)
@@ -64,8 +64,8 @@ def group_of(num_rollouts: int, num_prompt: int, num_generated: int) -> RolloutG
         return rollout_of(Completion(0, prompt, tokens, logprobs, steps, "stop", ""), reward)
 
     return RolloutGroup(
-        run_id=RUN, generator_id="ann", incarnation=bytes(8), sequence=0, problem_id="math_1k/7",
-        task="calculator", policy_step=7, weights_id="0123456789abcdef",
+        run_id=RUN, generator_id="ann", incarnation=bytes(8), group_number=0,
+        problem_id="math_1k/7", task="calculator", policy_step=7, weights_id="0123456789abcdef",
         rollouts=tuple(rollout(float(number % 2)) for number in range(num_rollouts)),
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ sys.path.insert(0, sys.argv[1])
 import zmq
 from pathlib import Path
 from peralta_zmq import wire
-from peralta_zmq.wire.sockets import open_socket
+from peralta_zmq.wire.rollout_sockets import open_socket
 kind, address, count, frame, keys = sys.argv[2:]
 frame = bytes.fromhex(frame)
 keys = wire.generator_keys(Path(keys), "ann") if keys else None

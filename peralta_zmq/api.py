@@ -7,9 +7,8 @@
     run.chat("What is 2 + 3?")
     run.export("out")
 
-`train` starts the same programs as `bin/lan local`, in processes of their own, so that a crash or a
-restart of the notebook costs nothing that was trained. Everything that `Run` returns is read from
-the files of the run.
+`train` starts the same programs as `bin/lan local`, in processes of their own. Everything that
+`Run` returns is read from the files of the run.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -38,6 +38,7 @@ from peralta_zmq.config import RESOLVED, Config, load_config, load_resolved
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.errors import ConfigError, RunError, printable
+from peralta_zmq.observe.dashboard.run_files import Tail
 from peralta_zmq.observe.metrics import (
     ANSWERS,
     EVALUATIONS,
@@ -167,7 +168,8 @@ class Run:
     ) -> None:
         """`first_byte` is where the output of `process` begins in LOG."""
         self.folder = folder
-        self._process, self._first_byte = process, first_byte
+        self._process = process
+        self._first_byte = first_byte
 
     def __repr__(self) -> str:
         step = self.step
@@ -211,17 +213,22 @@ class Run:
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         display = CellDisplay() if show and in_notebook() else None
         stream = sys.stdout if show else io.StringIO()
-        max_steps, num_shown = self.config.train.max_steps, 0
+        max_steps = self.config.train.max_steps
+        rows = Tail(self.folder / METRICS, sys.maxsize)
+        events = Tail(self.folder / EVENTS, sys.maxsize)
+        recent: deque[Row] = deque(maxlen=64)
+        known_events: list[Row] = []
         with Terminal(max_steps, stream, run=self.folder.name, live=display) as terminal:
             is_over = False
             while not is_over:
                 is_over = not self.is_running  # then the rows that follow are the last ones
-                rows = self.metrics()
-                for row in rows[num_shown:-1]:
-                    terminal.step(row)
-                for row in rows[num_shown:][-1:]:
-                    terminal.step(row, self.verdict)
-                num_shown = len(rows)
+                known_events += events.read()
+                while new := rows.read():
+                    recent.extend(new)
+                    for row in new[:-1]:
+                        terminal.step(row)
+                    now = None if is_over else time.time()
+                    terminal.step(new[-1], verdict(list(recent), known_events, now=now))
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{self.folder} still runs after {timeout:g} s")
                 if not is_over:
@@ -387,7 +394,6 @@ def _start(
 
 
 def _file_words(file: str | PathLike[str] | None) -> list[str]:
-    """A config file as words of the command line."""
     return [] if file is None else ["@", os.fspath(file)]
 
 
@@ -401,7 +407,6 @@ def _settings_file(settings: Mapping[str, Any]) -> Generator[list[str]]:
 
 
 def _by_leaf(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a section as TOML can express them."""
     return {
         leaf: os.fspath(value) if isinstance(value, PathLike) else value
         for leaf, value in section.items()
@@ -437,7 +442,6 @@ def _by_section(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _claim_folder(parent: Path) -> Path:
-    """Make the first of the folders run-1, run-2, ... that does not exist."""
     for index in count(1):
         folder = parent / f"run-{index}"
         with suppress(FileExistsError):

@@ -1,10 +1,8 @@
 """Atomic files and folders: written under a temporary name, fsynced, renamed, verified on reading.
 
 A complete folder has its files, `manifest.json` with their sizes and hashes, and `STABLE`, written
-last, with the hash of the manifest. Weight versions and checkpoints are folders of this kind.
-
-Also file locks and failpoints. A failpoint is a named place in the code, for example between two
-writes, where a test can kill the process.
+last, with the hash of the manifest. Also file locks and failpoints: named places where a test can
+kill the process.
 """
 
 from __future__ import annotations
@@ -73,8 +71,8 @@ class Manifest:
 def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Manifest:
     """Write the folder `final`; a rename makes it visible when it is complete.
 
-    Raises OSError, after removing the partial folder. A failed fsync is not repeated, because the
-    second call may succeed without having written the data.
+    Raises OSError, after removing the partial folder. A failed fsync is not repeated: the second
+    call may succeed without having written the data.
     """
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}-{PROCESS_TAG}")
     folders = sorted({temporary, *((temporary / name).parent for name in files)})
@@ -107,7 +105,7 @@ def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Man
 
 
 def describe(written: Mapping[str, tuple[int, str]], about: About) -> tuple[Manifest, bytes]:
-    """The manifest and its text (manifest.json), from the size and sha256 of each file."""
+    """The manifest and its text, from the size and sha256 of each file."""
     entries = [
         {"name": name, "bytes": size, "sha256": digest} for name, (size, digest) in written.items()
     ]
@@ -181,20 +179,15 @@ def parse_object(content: str | bytes) -> dict[str, Any]:
 
 
 def read_verified(folder: Path, name: str, manifest: Manifest) -> Iterator[bytes]:
-    """A file of a folder, in chunks.
-
-    Raises CorruptError after the last chunk if the file is damaged.
-    """
+    """A file of a folder, in chunks. Raises CorruptError after the last one if it is damaged."""
     return verified(read_chunks(folder / name), str(folder / name), manifest.files[name])
 
 
 def verified(chunks: Iterable[bytes], where: str, expected: tuple[int, str]) -> Iterator[bytes]:
-    """Yield the chunks; at the end, raise CorruptError unless size and sha256 are `expected`.
-
-    `where` is the name of the file in the message.
-    """
+    """Yield the chunks; at the end, raise CorruptError unless size and sha256 are `expected`."""
     size, digest = expected
-    num_read, sha256 = 0, hashlib.sha256()
+    num_read = 0
+    sha256 = hashlib.sha256()
     for chunk in chunks:
         num_read += len(chunk)
         sha256.update(chunk)
@@ -206,10 +199,7 @@ def verified(chunks: Iterable[bytes], where: str, expected: tuple[int, str]) -> 
 
 
 def read_chunks(path: Path, *names: str, start: int = 0) -> Iterator[bytes]:
-    """The bytes of a file from offset `start`, in chunks.
-
-    The file is opened by `open_regular`, with its errors.
-    """
+    """The bytes of a file from offset `start`, in chunks; opened by `open_regular`."""
     descriptor = open_regular(path, *names)
     try:
         os.lseek(descriptor, start, os.SEEK_SET)
@@ -222,9 +212,9 @@ def read_chunks(path: Path, *names: str, start: int = 0) -> Iterator[bytes]:
 def open_regular(path: Path, *names: str) -> int:
     """Open the file `path` joined with `names` for reading.
 
-    A symbolic link in `names` is not followed: anyone who can write to the folder `path` could use
-    it to make this process read or serve other files of this machine. Raises FileNotFoundError for
-    such a link and for a file that is not regular (a named pipe would block), otherwise OSError.
+    A symbolic link in `names` is not followed: anyone who can write to `path` could make this
+    process read or serve other files. Raises FileNotFoundError for it and for a file that is not
+    regular (a named pipe would block), otherwise OSError.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe would block
     descriptor = os.open(path, flags)
@@ -268,7 +258,7 @@ def remove_folder(folder: Path) -> None:
 def sweep(folder: Path) -> None:
     """Delete the temporary files and folders in `folder` that killed processes left.
 
-    Call it only if no other process writes to `folder`: temporary files in use are deleted too.
+    Files that another process writes now are deleted too.
     """
     for path in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
         if os.path.isdir(path):  # Path.is_dir raises an error for some symbolic links
@@ -278,16 +268,12 @@ def sweep(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder as far as possible. Ignores errors."""
     with contextlib.suppress(RecursionError):  # folders nested 1,000 levels deep
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_held(lock: Path) -> bool | None:
-    """Whether a process has locked a file (flock); None if the file is missing or unreadable.
-
-    On network file systems without locking, locks of other machines read as not locked.
-    """
+    """Whether a process has locked a file (flock); None if the file is missing or unreadable."""
     try:
         with lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -299,7 +285,6 @@ def is_held(lock: Path) -> bool | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Fsync a folder, so that new and renamed names in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _sync_folder(descriptor)
@@ -308,7 +293,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def _sync_folder(descriptor: int) -> None:
-    """Fsync an open folder, if its file system supports that."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -319,10 +303,10 @@ def _sync_folder(descriptor: int) -> None:
 def _write(path: Path, content: Content, mode: int = 0o644) -> tuple[int, str]:
     """Write a new file and fsync it; return its size and sha256.
 
-    The file is not reopened for the fsync: a NAS reports write errors only to the descriptor that
-    wrote.
+    Not reopened for the fsync: a NAS reports write errors only to the descriptor that wrote.
     """
-    size, sha256 = 0, hashlib.sha256()
+    size = 0
+    sha256 = hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         failpoint("atomic_files.opened")
@@ -339,7 +323,6 @@ def _write(path: Path, content: Content, mode: int = 0o644) -> tuple[int, str]:
 
 
 def chunks_of(content: Content) -> Iterator[memoryview]:
-    """The content in buffers of at most CHUNK bytes."""
     for buffer in (content,) if isinstance(content, bytes) else content:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), CHUNK):
@@ -387,17 +370,16 @@ def parse_failpoints(text: str) -> dict[str, int]:
     return counts
 
 
-_failpoints = parse_failpoints(os.environ.get(FAILPOINT_VARIABLE, ""))  # calls until the kill
+failpoints = parse_failpoints(os.environ.get(FAILPOINT_VARIABLE, ""))  # calls until the kill
 
 
 def failpoint(name: str) -> None:
     """Kill this process (SIGKILL) if the environment variable PERALTA_FAILPOINT has this name.
 
-    Only tests set the variable. `PERALTA_FAILPOINT=publish.visible:3` kills at the third call with
-    this name; commas separate several names. Without the variable a call is one dictionary lookup.
+    `PERALTA_FAILPOINT=publish.visible:3` kills at the third call; commas separate several names.
     """
-    if name not in _failpoints:
+    if name not in failpoints:
         return
-    _failpoints[name] -= 1
-    if _failpoints[name] == 0:
+    failpoints[name] -= 1
+    if failpoints[name] == 0:
         os.kill(os.getpid(), signal.SIGKILL)

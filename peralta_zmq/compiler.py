@@ -26,9 +26,6 @@ INSTRUCTION_SET = "PERALTA_KERNELS"
 # The compiler may reorder sums, but must keep NaN (no -ffinite-math-only).
 MATH_FLAGS = "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
 FLAGS = f"-O3 -fPIC -fopenmp {MATH_FLAGS} -freciprocal-math".split()
-COMPILE_TIMEOUT_SECONDS = 60.0
-PROBE_TIMEOUT_SECONDS = 10.0
-LONG_PROBE_TIMEOUT_SECONDS = 60.0  # of a library that has been used: the machine is slow now
 # Calls `probe` of a library, argument 2, which needs the OpenMP library, argument 1.
 PROBE = (
     "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); "
@@ -47,20 +44,19 @@ def load(
     *,
     check: Callable[[ctypes.CDLL], bool],
 ) -> ctypes.CDLL | None:
-    """Load the library of the C file `source`; None if the library cannot be used.
+    """Load the library of the C file `source`; None, with a logged reason, if it cannot be used.
 
     `functions` maps the names of the C functions to their argument types. `defines` are -D options
-    of the compiler. `check` returns whether the library computes correct results. The library's
-    function `probe` uses its instructions, and returns 0 if the process may use them; a child
-    process calls it first, because an unusable instruction ends the process. On Linux, the reason
-    for None is logged; on other systems, the result is always None.
+    of the compiler. `check` returns whether the library computes correct results. Its function
+    `probe` uses its instructions; a child process calls it first, because an unusable instruction
+    ends the process. On other systems than Linux always None.
     """
     instruction_set = os.environ.get(INSTRUCTION_SET, "native")
     if sys.platform != "linux" or instruction_set == "none":
         return None
     flags = (f"-march={instruction_set}", *defines)
     try:
-        return _open(_compiled(source, flags), functions, check, PROBE_TIMEOUT_SECONDS)
+        return _open(_compiled(source, flags), functions, check, 10.0)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         # Path.home() raises RuntimeError for a user without a home directory.
         logger.info("%s is not used, which is slower: %s", source.name, error)
@@ -74,13 +70,14 @@ def load_again(
 ) -> ctypes.CDLL:
     """Load the library that `load` once loaded from the file `name` of the cache folder.
 
-    Needs no compiler, and ignores INSTRUCTION_SET. Raises OSError, RuntimeError or ValueError if
-    the file is missing or damaged, or cannot be used here.
+    Ignores INSTRUCTION_SET. Raises OSError, RuntimeError or ValueError if the file cannot be used
+    here.
     """
     file = _cache_folder() / Path(name).name
     if file.stem.rpartition("-")[2] != _hash(file.read_bytes()):
         raise OSError(f"{file} is damaged")
-    return _open(file, functions, check, LONG_PROBE_TIMEOUT_SECONDS)
+    # The library has been used before: the machine is only slow now.
+    return _open(file, functions, check, 60.0)
 
 
 def _open(
@@ -103,7 +100,6 @@ def _open(
 
 
 def cpu_features() -> str:
-    """The line of /proc/cpuinfo with the CPU's features; empty without that line."""
     return cpu_line("flags", "Features")
 
 
@@ -131,9 +127,9 @@ def _probe(library: Path, timeout: float) -> None:
 def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     """The library file of `source`; compiles it if it is not in the cache folder.
 
-    The file name has two hashes. The first covers everything that the build depends on, also the
-    machine: machines may share a home directory, and code for another CPU may crash. The
-    second covers the content of the file, because a damaged library could crash the process.
+    The file name has a hash of everything that the build depends on, also the machine, because
+    machines may share a home directory; and a hash of the content, because a damaged library could
+    crash the process.
     """
     cc = shutil.which("cc")
     if cc is None:
@@ -148,7 +144,8 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
             return library
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        object_file, library = Path(temporary) / "kernel.o", Path(temporary) / "kernel.so"
+        object_file = Path(temporary) / "kernel.o"
+        library = Path(temporary) / "kernel.so"
         _run([*flags, f"-I{HEADER.parent}", "-c", str(source), "-o", str(object_file)])
         # Linked without FLAGS: with some of these flags, some compilers add start-up code that
         # changes the floating-point mode of the process.
@@ -169,10 +166,7 @@ def _hash(content: bytes) -> str:
 
 
 def _run(command: list[str]) -> None:
-    """Run the compiler. Raises OSError with the last line of its error message."""
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
     if result.returncode:
         reason = (result.stderr.strip() or "no error message").splitlines()[-1]
         raise OSError(f"{command[0]} fails ({reason}); {REMEDY}")

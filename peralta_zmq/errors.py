@@ -6,7 +6,7 @@ PeraltaError
  +-- StoreError         the weight store, where the trainer publishes weight versions
  |    +-- ChainError    a delta version (changes relative to an earlier version) lacks its base
  +-- JournalError       the trainer's journal of consumed rollouts, or a checkpoint
- +-- OutageError        a disk, folder or lease that may be usable later, so that a retry helps
+ +-- OutageError        a disk, folder or lock that may be usable later, so that a retry helps
  +-- TaskError          a task: its data files, and its reward function
  |    +-- RewardError   the reward of one completion
  +-- UserCodeError      a loss, advantage or filter function that the user wrote
@@ -55,47 +55,36 @@ class PeraltaError(Exception):
     """Base class of all errors of this package; `str(error)` is one line for the user."""
 
 
-class ConfigError(PeraltaError):
-    """A setting is unknown, invalid or contradictory, or what it names does not exist."""
+class ConfigError(PeraltaError): ...
 
 
-class WireError(PeraltaError):
-    """A socket cannot be bound, a key is unusable, or a message violates the protocol."""
+class WireError(PeraltaError): ...
 
 
-class StoreError(PeraltaError):
-    """The weight store cannot be used, or a version in it cannot be read or verified."""
+class StoreError(PeraltaError): ...
 
 
 class ChainError(StoreError):
-    """An earlier version, which a delta version needs, is missing or damaged.
-
-    The next keyframe (a version with all weights) and the deltas after the keyframe are readable.
-    """
+    """The next keyframe and the deltas after it are readable."""
 
 
-class JournalError(PeraltaError):
-    """A journal or checkpoint cannot be read, or belongs to another run."""
+class JournalError(PeraltaError): ...
 
 
-class OutageError(PeraltaError):
-    """A disk is full, a NAS is missing, or another trainer publishes weights: retry."""
+class OutageError(PeraltaError): ...
 
 
-class TaskError(PeraltaError):
-    """A data file is invalid, or a reward function or verifier is unusable."""
+class TaskError(PeraltaError): ...
 
 
-class RewardError(TaskError):
-    """A reward function raised, timed out, or returned no usable number."""
+class RewardError(TaskError): ...
 
 
 class RewardUnavailableError(RewardError):
     """No reward was computed, for a reason other than the completion: a later call may succeed."""
 
 
-class UserCodeError(PeraltaError):
-    """A user's loss, advantage or filter raised, timed out or returned a bad result."""
+class UserCodeError(PeraltaError): ...
 
 
 class EngineError(PeraltaError):
@@ -103,7 +92,7 @@ class EngineError(PeraltaError):
 
 
 class EngineProcessError(EngineError):
-    """The engine's own process has failed and holds no weights; `apply` starts it again."""
+    """The process has failed and holds no weights; `apply` starts it again."""
 
 
 class TrainingError(PeraltaError):
@@ -118,8 +107,7 @@ class OutOfMemoryError(PeraltaError):
     """An allocation failed; the message names settings that need less memory."""
 
 
-class RankError(PeraltaError):
-    """A process of a distributed trainer (rank) cannot be reached or has exited."""
+class RankError(PeraltaError): ...
 
 
 def import_extra(library: str, *, extra: str, needed_by: str) -> Any:
@@ -141,8 +129,7 @@ def program_name(name: str) -> str:
 def printable(text: str, *, keep: str = "") -> str:
     r"""Escape unprintable characters (ESC becomes \x1b), except those in `keep`.
 
-    For text from other machines: a terminal executes control characters, and invisible characters
-    change how the rest of a line is displayed.
+    For text from other machines: a terminal executes control characters.
     """
     if text.isprintable():
         return text
@@ -167,7 +154,7 @@ def prepare_streams() -> None:
 def discard_unwritten_output() -> None:
     """Discard buffered output that cannot be written.
 
-    Python would try to write it at exit, and change the exit code to 120.
+    At exit it would change the exit code to 120.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -207,7 +194,8 @@ def limit_text(error: BaseException) -> str:
 def failure_text(error: OSError, folder: Path | str = "") -> str:
     """Why a file was not read or written, with the remedy; `folder` if the error names no file."""
     name = folder if isinstance(error.filename, int | None) else os.fsdecode(error.filename)
-    path, reason = Path(name), error.strerror or str(error)
+    path = Path(name)
+    reason = error.strerror or str(error)
     if "://" in str(name):  # a server, not a file
         return reason
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -218,7 +206,8 @@ def failure_text(error: OSError, folder: Path | str = "") -> str:
         return f"{reason}; make room for it"
     if error.errno in DENIED:  # by the file, or by the nearest folder that can be seen
         known = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
-        owner, mode = os.stat(known).st_uid, f"mode {stat.S_IMODE(os.stat(known).st_mode):o}"
+        owner = os.stat(known).st_uid
+        mode = f"mode {stat.S_IMODE(os.stat(known).st_mode):o}"
         reason += f"; {known} belongs to user {owner} ({mode}), and this program runs as user "
         return f"{reason}{os.geteuid()}; give it access (chown, chmod)"
     if error.errno != errno.EMFILE:
@@ -239,7 +228,8 @@ def _connections_by_port(limit: int) -> Counter[int]:
     Opens no file, because the limit of open files is reached. All file descriptors are below
     `limit`.
     """
-    listening, connected = set[int](), Counter[int]()
+    listening = set[int]()
+    connected = Counter[int]()
     for descriptor in range(limit):
         with contextlib.suppress(OSError):  # the descriptor is not open, or is being closed
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):

@@ -16,10 +16,9 @@ FOLDER_LAST = "import sys; sys.path.sort(key=''.__eq__)"
 
 
 def import_object(name: str) -> Any:
-    """Import MODULE:NAME or FILE.py:NAME; without NAME, the module.
+    """Import MODULE:NAME or FILE.py:NAME; without NAME, the module. Raises what the import raises.
 
-    Modules of the folder in which the program was started are found as well, last. Raises what the
-    import raises.
+    Modules of the folder in which the program was started are found as well, last.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name.endswith(".py"):
@@ -32,7 +31,6 @@ def import_object(name: str) -> Any:
 
 
 def _import_file(file: str) -> ModuleType:
-    """Import a Python file as a module with the name `file`, which its functions then have."""
     if file in sys.modules:
         return sys.modules[file]
     path = Path(os.path.expanduser(file))

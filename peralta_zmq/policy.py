@@ -39,7 +39,6 @@ class Policy:
 
     @property
     def step(self) -> int:
-        """Training step of the weights; 0 for a model."""
         return self.engine.step
 
     def close(self) -> None:

@@ -1,16 +1,11 @@
 """Plug-ins: protocols, table of short names, import by name, checks of options.
 
-A plug-in is a task (problems with a reward function), an engine (samples completions), or a loss,
-advantage, filter or reward function. The setting of a plug-in is either a short name, which is
-looked up in TABLES, or the import path of a plug-in that the user wrote. A task is a module
-(`my_lab.sudoku`, or a file `sudoku.py`); every other plug-in is an attribute of a module
-(`my_lab.losses.mine`, `my_lab.losses:mine` or `losses.py:mine`). A task with a prefix of ADAPTERS
+A plug-in is a task (problems with a reward function), an engine, or a loss, advantage, filter or
+reward function. Its setting is a short name of TABLES, or the import path of a plug-in that the
+user wrote: for a task a module (`my_lab.sudoku`, or a file `sudoku.py`), for any other an attribute
+of a module (`my_lab.losses:mine` or `losses.py:mine`). A task with a prefix of ADAPTERS
 (`reasoning_gym:chain_sum`) belongs to another library. A plug-in is imported only when a run uses
-it. To add a plug-in to this package, write the plug-in and add its line to TABLES.
-
-A rollout is a prompt with a completion and its reward; a group is all rollouts of one problem. A
-training step consumes one batch of groups. The policy step of weights is the number of training
-steps that produced the weights.
+it.
 """
 
 from __future__ import annotations
@@ -115,19 +110,16 @@ REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
 
 
 class Task(Protocol):
-    """A module with problems and a reward function.
+    """A module with problems and a reward function; for several turns, see environments/turns.py.
 
     A reward function runs in a reward worker, a process with a timeout. If the module sets
     REWARD_IS_BOUNDED = True (bounded running time), its function is called directly.
-
-    For several turns, the module also has `reply` or `tools`: see environments/turns.py.
     """
 
     def problems(self, split: str, seed: int, **options: Any) -> Iterator[Problem]:
-        """The problems of split 'train' or 'eval'; `options` are the settings of [data].
+        """The problems of split 'train' or 'eval', in any order.
 
-        `seed` is for problems that are generated at random. The order of the problems does not
-        matter, because training shuffles the problems.
+        `options` are the settings of [data]. `seed` is for problems that are generated at random.
         """
         ...
 
@@ -156,10 +148,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """The weights of one policy step, for `Engine.apply`.
+    """The weights of one policy step, for `Engine.apply`. All values are finite.
 
     An adapter is added to the weights that the engine was opened with, with the values that the
-    format `base_dtype` gives them (models/base_formats.py). All values are finite.
+    format `base_dtype` gives them (models/base_formats.py).
     """
 
     step: int  # policy step
@@ -194,29 +186,25 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[Request]) -> None:
         """Start at most `num_free()` requests, with indices that no request in flight has.
 
-        A completion ends at the latest when it fills the context of `max_model_len` tokens. A
-        request may continue the completion of an earlier one, whose keys and values the engine may
-        keep (Request.continues).
+        A completion ends at the latest when it fills the context of `max_model_len` tokens.
         """
         ...
 
     def advance(self) -> list[Completion]:
         """Take one decode step; returns the completions that have ended, in any order.
 
-        Each token is sampled with the parameters `request.sampling.at(self.step)`, which can change
-        within a completion when the weights do. Raises EngineError for logits that are not finite,
-        which drops the requests in flight, and EngineProcessError if a process of the engine fails:
+        Each token is sampled with `request.sampling.at(self.step)`, which can change within a
+        completion when the weights do. Raises EngineError for logits that are not finite, which
+        drops the requests in flight, and EngineProcessError if a process of the engine fails:
         `drop` still returns what its requests have, and `apply` starts the process again.
         """
         ...
 
     def apply(self, update: WeightUpdate) -> None:
-        """Replace the weights in place.
+        """Replace the weights in place, also for the completions in flight.
 
-        The next tokens of the completions in flight are sampled with the new weights. The engine
-        uses the tensors or the files, as it needs. Raises ValueError, and changes nothing, if the
-        tensors do not fit the model; OutageError, with unchanged weights, if a later call may
-        succeed; EngineProcessError as `advance`.
+        Raises ValueError, and changes nothing, if the tensors do not fit the model; OutageError,
+        with unchanged weights, if a later call may succeed; EngineProcessError as `advance`.
         """
         ...
 
@@ -235,9 +223,8 @@ class EngineFactory(Protocol):
     def open(self, folder: Path, settings: EngineSettings, *, step: int = ...) -> Engine:
         """An engine that loads the weights of policy step `step` from `folder`.
 
-        `folder` has weights, config and tokenizer as transformers' `from_pretrained` reads them.
-        Raises StoreError if they cannot be loaded, and ConfigError for settings that this engine or
-        this machine cannot use.
+        `folder` is one for transformers' `from_pretrained`. Raises StoreError if it cannot be
+        loaded, and ConfigError for settings that this engine or this machine cannot use.
         """
         ...
 
@@ -257,10 +244,9 @@ class LiveEngineFactory(EngineFactory, Protocol):
 class Loss(Protocol):
     """A function that returns the loss, a scalar tensor, and metrics by name.
 
-    `tokens`, a `learning.losses.Tokens`, holds the tokens of one micro-batch. The trainer sums the
-    losses and metrics of all micro-batches of one optimizer step. Therefore the function divides
-    the loss and the metrics by the totals of the whole optimizer step: `tokens.step_tokens` or
-    `tokens.step_sequences`.
+    `tokens`, a `learning.losses.Tokens`, holds the tokens of one micro-batch. The trainer sums
+    losses and metrics of all micro-batches of a step; therefore the function divides by the totals
+    of the step, `tokens.step_tokens` or `tokens.step_sequences`.
     """
 
     def __call__(self, tokens: Any, **options: Any) -> tuple[Any, dict[str, Any]]: ...
@@ -269,33 +255,14 @@ class Loss(Protocol):
 class Advantage(Protocol):
     """A function that returns one advantage per rollout of a group.
 
-    `rewards` and `lengths` (numbers of generated tokens) have one entry per rollout. If the
-    function has an option `group_adv_norm` and the value of the option is False, the function is
-    called once with all rollouts of a training step instead of once per group. A keyword
+    `rewards` and `lengths` (numbers of generated tokens) have one entry per rollout. If its option
+    `group_adv_norm` is False, the function is called once with all rollouts of a step. A keyword
     `step_rewards` gets the rewards of all groups of the step.
     """
 
     def __call__(
         self, rewards: Sequence[float], lengths: Sequence[int], **options: Any
     ) -> list[float]: ...
-
-
-class GroupRewardFunction(Protocol):
-    """A function that returns the rewards of all completions of a problem, as in TRL.
-
-    All arguments are lists with one entry per completion. `prompts` and `completions` have lists of
-    messages (dicts with role and content); `columns` are the fields of the problem. None as a
-    reward means that the function does not apply to the completion. A function without `**columns`
-    gets the columns that it has parameters for. It may be a coroutine function.
-    """
-
-    def __call__(
-        self,
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-        **columns: Any,
-    ) -> Sequence[float | None]: ...
 
 
 class FilterFunction(Protocol):
@@ -320,11 +287,7 @@ def resolve(kind: Literal["filter"], name: str) -> FilterFunction: ...
 @overload
 def resolve(kind: Kind, name: str) -> Any: ...
 def resolve(kind: Kind, name: str) -> Any:
-    """Import and return the plug-in with a short name or an import path.
-
-    Raises ConfigError if the name is unknown or cannot be imported, or if the plug-in lacks a
-    function of its protocol.
-    """
+    """Import and return the plug-in with a short name or an import path. Raises ConfigError."""
     prefix, _, rest = name.partition(":")
     if kind == "task" and prefix in ADAPTERS:
         return pkgutil.resolve_name(ADAPTERS[prefix])(rest)
@@ -351,12 +314,11 @@ def resolve(kind: Kind, name: str) -> Any:
 
 
 def is_shipped(kind: Kind, name: str) -> bool:
-    """True if the plug-in belongs to this package, False if the user wrote it."""
     return name in TABLES[kind]
 
 
 def import_path(kind: Kind, name: str) -> str:
-    """The argument of `pkgutil.resolve_name`; ConfigError if the name is unknown and not dotted."""
+    """The argument of `import_object`; ConfigError if the name is unknown and not dotted."""
     if name in TABLES[kind]:
         return TABLES[kind][name]
     adapter, _, rest = name.partition(":")
@@ -379,7 +341,6 @@ def import_path(kind: Kind, name: str) -> str:
 
 
 def _is_own_module(name: str) -> bool:
-    """Whether there is a module with this name, apart from those of Python."""
     add_folder(os.getcwd())
     is_own = name.isidentifier() and name not in sys.stdlib_module_names
     return is_own and importlib.util.find_spec(name) is not None
@@ -397,9 +358,9 @@ def bind_options(
 ) -> dict[str, Any]:
     """The keyword arguments for a loss or advantage function, after checks.
 
-    `settings` holds the options that are set in the section [loss] or [advantage]. `kwargs` is the
-    table `kwargs` of that section, with options of a function that the user wrote. Raises
-    ConfigError for an option that the function does not have.
+    `settings` holds the options that are set in the section [loss] or [advantage], `kwargs` those
+    of its table `kwargs`, for a function that the user wrote. Raises ConfigError for an unknown
+    option.
     """
     for option in settings:
         if not _accepts(kind, name, option):
@@ -434,11 +395,7 @@ def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
 def check_options(
     kind: Kind, name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError if the function cannot be called with these options.
-
-    The error message tells the user to set the options in the table `kwargs`, which has the options
-    of functions that a user wrote.
-    """
+    """Raise ConfigError if the function cannot be called with these options."""
     if error := call_error(function, *[None] * NUM_ARGUMENTS[kind], **options):
         setting = f"filter.custom.'{name}'.kwargs" if kind == "filter" else f"{kind}.kwargs"
         names = ", ".join(option_names(kind, function)) or "none"
@@ -448,6 +405,5 @@ def check_options(
 
 
 def _accepts(kind: Kind, name: str, option: str) -> bool:
-    """True if the function with this name has the option, or takes any (`**options`)."""
     function: Callable[..., Any] = resolve(kind, name)
     return Signature(function).takes_all or option in option_names(kind, function)

@@ -1,21 +1,20 @@
 """Data types that all packages share: problems, completions, rollouts, groups.
 
-A generator samples several completions for one problem and scores them. A rollout is a completion
-with its prompt and reward; a group is all rollouts that were sampled together for one problem, sent
+A rollout is a completion with its prompt and reward; a group is all rollouts of one problem, sent
 to the trainer as one message. An incarnation is the 8 random bytes that a generator draws at each
 start and for each new run; a sender, NAME/INCARNATION, is one incarnation of one generator, and
-numbers its groups 0, 1, ... (`sequence`). A turn is a span of context tokens followed by a span of
-generated tokens; a rollout has one or more turns. The trainer consumes one batch of groups in each
-training step, and then publishes the new weights as a weight version: a keyframe (all weights) or a
-delta (the changes since the previous version). The policy step of weights is the number of training
-steps that produced them, 0 for the base model; the policy step of a token is that of the weights
-that sampled it. The end token is the token with which the model ends a completion. Index t of every
-array with the shape [T] belongs to token t.
+numbers its groups 0, 1, ... (`group_number`). A turn is a span of context tokens followed by a span
+of generated tokens. The trainer consumes one batch of groups in each training step, and then
+publishes the new weights as a weight version: a keyframe (all weights) or a delta (the changes
+since the previous version). The policy step of weights is the number of training steps that
+produced them, 0 for the base model; that of a token is that of the weights that sampled it. Index t
+of every array with the shape [T] belongs to token t.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import accumulate, zip_longest
@@ -172,8 +171,7 @@ class Request:
 class Completion:
     """The result of one request, or of all turns of an episode.
 
-    A turn is one request and its completion. In an episode of several turns, the arrays of shape
-    [T] also hold the tokens inserted between the turns; otherwise generated tokens only.
+    In an episode, the arrays of shape [T] also hold the tokens inserted between the turns.
     """
 
     index: int  # Request.index, of the first turn
@@ -231,7 +229,6 @@ class Rollout:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a limit of tokens or turns has ended the completion."""
         return self.finish_reason == "length"
 
     @property
@@ -258,10 +255,7 @@ def equal_within_rounding(rewards: Sequence[float]) -> bool:
 
 
 def returns_of(reward: float, turn_rewards: Sequence[float]) -> list[float]:
-    """The return of each turn: the reward, and the sum of the rewards of this and later turns.
-
-    Without rewards of turns, the reward alone.
-    """
+    """The return of each turn: the reward plus the rewards of this and later turns."""
     if not turn_rewards:
         return [reward]
     return [reward + total for total in accumulate(reversed(turn_rewards))][::-1]
@@ -279,20 +273,20 @@ class GroupSummary(NamedTuple):
 class RolloutGroup:
     """All rollouts of one problem, which a generator sends as one message.
 
-    `policy_step` alone does not identify the oldest weights: after a roll-back to an earlier
-    checkpoint the run repeats the later steps, with a different result. `weights_id` does.
+    `policy_step` alone does not identify the oldest weights: after a roll-back the run repeats the
+    later steps, with a different result. `weights_id` does.
     """
 
     run_id: str
     generator_id: str
     incarnation: bytes  # 8 random bytes; a generator draws new ones at its start, and for a new run
-    sequence: int  # number of the group within an incarnation: 0, 1, 2, ...
+    group_number: int  # number of the group within an incarnation: 0, 1, 2, ...
     problem_id: str
     task: str  # Problem.task
     policy_step: int  # of the oldest weights that sampled a token of the group
     weights_id: str  # of the oldest weights: first 16 hex digits of their manifest's sha256
     rollouts: Sequence[Rollout]
-    min_sequence: int = 0  # the generator will never send or resend a group with a lower sequence
+    min_group_number: int = 0  # the generator will never send or resend a group with a lower number
     sample_index: int | None = None
     """Position of the problem in the run's shuffled sequence of problems, which all generators
     share and which continues over epochs: 0, 1, 2, ...; None = unknown."""
@@ -307,8 +301,7 @@ class RolloutGroup:
     def __post_init__(self, summary: GroupSummary | None) -> None:
         """Set the fields of `summary` from it, or from the rollouts.
 
-        With a summary, the rollouts are not accessed, because the first access to the rollouts of a
-        received group decodes them.
+        The first access to the rollouts of a received group decodes them.
         """
         if summary is None:
             newest = [int(rollout.policy_steps.max()) for rollout in self.rollouts]
@@ -321,19 +314,19 @@ class RolloutGroup:
 
     @property
     def sender(self) -> str:
-        """Generator and incarnation as text; a sender uses each `sequence` only once."""
+        """Generator and incarnation as text; a sender uses each group number once."""
         return sender_of(self.generator_id, self.incarnation)
 
     @property
     def name(self) -> str:
-        """Sender and sequence as text, which identifies the group in a run and its logs."""
-        return f"{self.sender}/{self.sequence}"
+        """Sender and group number as text, which identifies the group in a run and its logs."""
+        return f"{self.sender}/{self.group_number}"
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward; 0 without rollouts.
+        """Mean reward, exactly 0 or 1 if every reward is (the filter compares it).
 
-        Exactly 0 if every reward is 0, and exactly 1 if every reward is 1: the filter compares it.
+        0 without rollouts.
         """
         return math.fsum(self.rewards) / max(1, len(self.rewards))
 
@@ -357,8 +350,7 @@ class PrefixTree(NamedTuple):
     """Layout of token sequences with shared prefixes, each prefix stored once.
 
     For example: [prompt | completion 1 | ... | completion K]. A token attends only to itself and to
-    the earlier tokens of its own sequence. Defined in this module because `learning` builds trees
-    and `models` computes the logprobs of the tokens, and these packages do not import each other.
+    the earlier tokens of its own sequence. `learning` builds trees, and `models` computes logprobs.
     """
 
     spans: tuple[TreeSpan, ...]
@@ -404,4 +396,22 @@ def rollout_of(
         finish_reason=completion.finish_reason,
         rewards=dict(rewards or {}),
         turn_rewards=turn_rewards,
+    )
+
+
+def scored_group(
+    completions: Sequence[Completion], rewards: Sequence[float], *, policy_step: int = 0
+) -> RolloutGroup:
+    """A group of the completions of one problem, for a Learner without trainer and generators."""
+    pairs = zip(completions, rewards, strict=True)
+    return RolloutGroup(
+        run_id="",
+        generator_id="python",
+        incarnation=os.urandom(8),  # tells the group from others
+        group_number=0,
+        problem_id="",
+        task="",
+        policy_step=policy_step,
+        weights_id="",
+        rollouts=[rollout_of(completion, reward) for completion, reward in pairs],
     )

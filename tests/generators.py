@@ -17,8 +17,7 @@ from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
 from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
 from peralta_zmq.generator.evaluation_groups import EvaluationGroups
-from peralta_zmq.generator.loop import Generator
-from peralta_zmq.generator.pacing import outbox_limit
+from peralta_zmq.generator.generator import Generator, outbox_limit
 from peralta_zmq.generator.scoring import ScoringQueue
 from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
@@ -130,8 +129,7 @@ class OpenedGenerator:
 
     def unacknowledged(self) -> list[RolloutGroup]:
         """The groups in the outbox."""
-        self.link.outbox.must_resend = True
-        frames = self.link.outbox.frames_to_resend()
+        frames = self.link.outbox.frames.values()
         return [wire.decode_group(frame, wire.GroupLimits(468)) for frame in frames]
 
     def rewards(self) -> ScoringQueue:
@@ -158,7 +156,7 @@ def generator_of(
 ) -> OpenedGenerator:
     """A generator that serves `version`; `sections` are those of the config.
 
-    It has an announcement of a trainer without sample leases.
+    It has an announcement of a trainer, and all samples.
     """
     config = Config.model_validate(sections)
     sockets.announcements.latest = wire.Announcement(version.run_id)
@@ -169,6 +167,7 @@ def generator_of(
         sockets, weights, name="ann", incarnation=b"bootboot", worker_info={"python": "3.11"},
         outbox_limit=outbox_limit(config), max_steps=config.train.max_steps,
     )  # fmt: skip
+    link.ranges.add(range(1 << 30))
     reader = PromptReader(tokenizer, num_embeddings=1 << 30, context=1 << 30)
     environments = environments or environments_of(reward)
     chats = ChatQueue(slots=4, max_model_len=64)

@@ -22,7 +22,8 @@ DEADLINE = 50.0  # seconds
 GROUPS = [
     siblings(
         [1, 0, 0, number % 2],
-        lengths=[3, 9, 1 + number % 7, 5], seed=number, sequence=number, num_prompt=4 + number % 5,
+        lengths=[3, 9, 1 + number % 7, 5],
+        seed=number, group_number=number, num_prompt=4 + number % 5,
     )
     for number in range(20)
 ]  # fmt: skip

@@ -119,7 +119,7 @@ def group_of(
         for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
     )
     defaults = {
-        "run_id": RUN, "generator_id": "ann", "incarnation": INCARNATION, "sequence": 0,
+        "run_id": RUN, "generator_id": "ann", "incarnation": INCARNATION, "group_number": 0,
         "problem_id": "math_1k/7", "task": "calculator", "policy_step": policy_step,
         "weights_id": "0123456789abcdef",
     }  # fmt: skip

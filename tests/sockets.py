@@ -18,7 +18,7 @@ from peralta_zmq.rollout import RolloutGroup
 ANYWHERE = "tcp://127.0.0.1:*"
 DEADLINE = 30.0  # seconds, for operations that take milliseconds
 GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(48)  # of ZMTP 3.0
-GROUP = group_of([1.0, 0.0, 0.25], lengths=[4, 1, 7], sequence=5, policy_step=3)
+GROUP = group_of([1.0, 0.0, 0.25], lengths=[4, 1, 7], group_number=5, policy_step=3)
 
 
 def receiver_at(address: str = ANYWHERE, **options: Any) -> wire.RolloutReceiver:
@@ -79,9 +79,9 @@ def bound_again(address: str, opens: Callable[..., Any] = receiver_at, **options
                 raise
 
 
-def numbered(sequence: int, **fields: Any) -> bytes:
+def numbered(group_number: int, **fields: Any) -> bytes:
     """The frame of a small group."""
-    return wire.encode_group(dataclasses.replace(GROUP, sequence=sequence, **fields))
+    return wire.encode_group(dataclasses.replace(GROUP, group_number=group_number, **fields))
 
 
 def received(receiver: wire.RolloutReceiver, seconds: float = DEADLINE) -> RolloutGroup:

@@ -26,7 +26,7 @@ from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.memory import Role
 from peralta_zmq.operate import doctor
 from peralta_zmq.rollout import Message, Problem
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 
 CHAT = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>

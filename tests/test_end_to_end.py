@@ -26,7 +26,7 @@ from peralta_zmq.observe.prometheus import documented_name
 from peralta_zmq.rollout import Message
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import read_records
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 from tools.base_model import new_model
 from tools.link_proxy import free_ports
 

@@ -35,7 +35,7 @@ from peralta_zmq.trainer.journal import (
     encode_update,
     read_records,
 )
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 from tools.link_proxy import free_ports
 
 FAILPOINTS = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file__).read_text()))
@@ -44,7 +44,7 @@ FAILPOINTS = sorted(re.findall(r'failpoint\("(\S+)"\)', Path(atomic_files.__file
 def recover(folder: Path, plan: str) -> None:
     """Open and recover a trainer that the failpoints of `plan` kill; runs in a child process."""
     failpoints = atomic_files.parse_failpoints(plan)
-    atomic_files._failpoints = failpoints
+    atomic_files.failpoints = failpoints
     arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(free_ports())]
     with ExitStack() as stack:
         Trainer(load_config("bin/trainer", arguments), stack).recover()
@@ -98,14 +98,14 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
 @pytest.mark.parametrize(
     ("setting", "evaluated"),
-    [("--eval.skip-eval-on-resume", -1), ("--no-eval.skip-eval-on-resume", 3)],
+    [("--eval.skip-eval-on-resume", None), ("--no-eval.skip-eval-on-resume", 3)],
 )
 def test_resumed_step_is_evaluated_once_if_configured(
-    setting: str, evaluated: int, tmp_path: Path
+    setting: str, evaluated: int | None, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         first = Session(stack, tmp_path, setting)
-        assert first.trainer.session.announcer.announcement.evaluation_step == -1  # not resumed
+        assert first.trainer.session.announcer.announcement.evaluation_step is None  # not resumed
         for _ in range(3):
             first.advance()
     with ExitStack() as stack:
@@ -114,7 +114,7 @@ def test_resumed_step_is_evaluated_once_if_configured(
         assert announcement.evaluation_step == evaluated
         problems = second.trainer.evaluations.held_out.problems
         assert len(problems) == 2
-        if evaluated < 0:
+        if evaluated is None:
             return
         for number, problem in enumerate(problems):
             answer = group_of([1.0], seed=number, problem_id=problem.id, policy_step=3,
@@ -123,14 +123,14 @@ def test_resumed_step_is_evaluated_once_if_configured(
         assert second.trainer.session.run_log.has_evaluation(3)
     with ExitStack() as stack:  # not again at the third start
         third = Session(stack, tmp_path, setting).trainer
-        assert third.session.announcer.announcement.evaluation_step == -1
+        assert third.session.announcer.announcement.evaluation_step is None
 
 
 def test_steps_without_finite_gradient_end_the_run_which_can_continue(continued: Continued) -> None:
     steep = ("--loss.name=failing_losses.steep", "--checkpoint.interval=1")
 
     def groups(trainer: Trainer, name: str, *, poisoned: bool = False) -> list[RolloutGroup]:
-        made = [group_of([1, 0, 0, 0], generator_id=name, sequence=number, seed=number,
+        made = [group_of([1, 0, 0, 0], generator_id=name, group_number=number, seed=number,
                          run_id=trainer.session.run_id) for number in range(6)]  # fmt: skip
         for rollout in (each for group in made for each in group.rollouts if poisoned):
             rollout.logprobs[rollout.loss_mask] = POISON
@@ -168,7 +168,7 @@ CHANGES = (
 
 def train_changed(folder: Path, plan: str) -> None:
     """Train with CHANGES until the failpoints of `plan` kill; runs in a child process."""
-    atomic_files._failpoints = atomic_files.parse_failpoints(plan)
+    atomic_files.failpoints = atomic_files.parse_failpoints(plan)
     continued = Continued(folder)
     with ExitStack() as stack:
         continued.train(continued.open(stack, *CHANGES, max_steps=8), until=8)
@@ -248,7 +248,9 @@ def test_huge_groups_are_refused_and_a_restart_continues(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def huge(trainer: Trainer, number: int, **shape: Any) -> RolloutGroup:
-        return group_of(**shape, generator_id="eve", sequence=number, run_id=trainer.session.run_id)
+        return group_of(
+            **shape, generator_id="eve", group_number=number, run_id=trainer.session.run_id
+        )
 
     settings = (
         "--eval.rollouts-per-example=8",  # allows 5 rollouts in evaluation groups only
@@ -264,7 +266,7 @@ def test_huge_groups_are_refused_and_a_restart_continues(
             huge(trainer, 3, rewards=[1.0, 0.0] * 2, num_prompt=510),
         ]
         continued.feed(trainer, [*over, *groups_for(trainer)], until=1)
-        refused = " ".join(trainer.collector._receiver.refused)
+        refused = " ".join(trainer.collector.receiver.refused)
         for reason in (
             "not 4 rollouts (sampling.num_gen", "more than 48 generated tok",
             "more than 512 tokens (engine.max",

@@ -15,7 +15,7 @@ from peralta_zmq.config.schema import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer.collector import no_rollouts_text
-from peralta_zmq.trainer.loop import NO_SIGNAL_STEPS, NoSignalWarning
+from peralta_zmq.trainer.trainer import NO_SIGNAL_STEPS, NoSignalWarning
 from tools import config_reference
 
 COMMAND_LINE = ["bin/x", "@", "configs/lan.toml", "--train.max-steps", "9"]

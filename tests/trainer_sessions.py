@@ -14,7 +14,8 @@ from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.generator_registry import RegistryLimits
+from peralta_zmq.trainer.trainer import Trainer
 from tools.link_proxy import free_ports
 
 STEPS = 8
@@ -45,7 +46,7 @@ def groups_for(trainer: Trainer) -> list[RolloutGroup]:
         group_of(
             [float(rng.random() < 0.5) for _ in range(4)],
             lengths=[rng.randint(2, 9) for _ in range(4)],
-            seed=number, sequence=number, sample_index=3 * number,
+            seed=number, group_number=number, sample_index=3 * number,
             problem_id=ids[rng.randrange(12)], run_id=trainer.session.run_id,
         )
         for number in range(STEPS * 6)
@@ -59,6 +60,8 @@ class Session:
         port = free_ports()
         arguments = [*SETTINGS, "--run.dir", str(folder), "--wire.port", str(port), *more]
         self.trainer = Trainer(load_config("bin/trainer", arguments), stack)
+        # No generator sends a final status.
+        self.trainer.generators.limits = RegistryLimits(final_status_seconds=0.1)
         self.trainer.recover()
         sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
         stack.enter_context(closing(sender))

@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 
 from peralta_zmq import atomic_files
-from peralta_zmq.weights import pruning
-from peralta_zmq.weights.pruning import Pruner, Retention
-from peralta_zmq.weights.publisher import PublishReport, WeightPublisher
+from peralta_zmq.weights.publisher import Pruner, PublishReport, Retention, WeightPublisher
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -79,11 +77,12 @@ def publish_and_subscribe(root: Path, plan: str) -> None:
 
     The published steps are appended to `root/steps`.
     """
-    atomic_files._failpoints = atomic_files.parse_failpoints(plan)
-    pruning.SLOWEST_LOAD_FACTOR = 0.0  # a concurrent load must not delay pruning
+    atomic_files.failpoints = atomic_files.parse_failpoints(plan)
     store = WeightStore.open(root / "weights")
     store.claim("run")
-    pruner = Pruner(store, Retention(last=1))
+    pruner = Pruner(
+        store, Retention(last=1), load_factor=0.0
+    )  # a concurrent load does not delay it
     base = store.newest()
     first = 0 if base is None else base.step + 1
     source = WeightStore.open(root / "weights")

@@ -22,7 +22,7 @@ from peralta_zmq import wire
 from peralta_zmq.observe.metrics import EVENTS, number, read_rows
 from peralta_zmq.rollout import Rollout, RolloutGroup
 from peralta_zmq.wire.auth import GeneratorKeys
-from peralta_zmq.wire.group_rules import MIN_LOGPROB
+from peralta_zmq.wire.messages import MIN_LOGPROB
 
 NAME = "hostile"  # of the sender
 NUM_PROMPT, NUM_GENERATED, NUM_ROLLOUTS = 8, 8, 4  # of a group within all limits
@@ -53,7 +53,7 @@ def group_within_limits(
         run_id=run_id,
         generator_id=NAME,
         incarnation=bytes(8),
-        sequence=0,
+        group_number=0,
         problem_id="0",
         task="calculator",
         policy_step=policy_step,
@@ -84,7 +84,7 @@ def _with_rewards(group: RolloutGroup, reward: float) -> bytes:
 
 def _with_size(group: RolloutGroup, **sizes: int) -> bytes:
     large = group_within_limits(group.run_id, policy_step=group.policy_step, **sizes)
-    identity = {"incarnation": group.incarnation, "sequence": group.sequence}
+    identity = {"incarnation": group.incarnation, "group_number": group.group_number}
     return wire.encode_group(replace(large, **identity))
 
 
@@ -121,7 +121,7 @@ class HostileSender:
         self._log = run_folder / "logs" / f"generator-{NAME}.log"
         self._address = address
         self._incarnation = random.Random(seed).randbytes(8)
-        self._sequence = 0
+        self._group_number = 0
 
     def send(self, attack: str) -> bool:
         """Send a group of this attack; it is lost if the trainer is down for CLOSE_SECONDS.
@@ -146,18 +146,18 @@ class HostileSender:
         return True
 
     def _next(self, attack: str, expected: str, policy_step: int, weights_id: str) -> RolloutGroup:
-        """A valid group with the next sequence, which is logged with its expected outcome."""
+        """A valid group with the next group_number, which is logged with its expected outcome."""
         run_id = str(json.loads((self._run_folder / "RUN.json").read_bytes())["run_id"])
         group = replace(
             group_within_limits(run_id, policy_step=policy_step),
             incarnation=self._incarnation,
-            sequence=self._sequence,
+            group_number=self._group_number,
             weights_id=weights_id,
         )
         with self._log.open("a") as log:
             log.write(
-                f"hostile group={group.sender}/{group.sequence} time={time.time():.3f} "
+                f"hostile group={group.sender}/{group.group_number} time={time.time():.3f} "
                 f"expected={expected} attack={attack}\n"
             )
-        self._sequence += 1
+        self._group_number += 1
         return group

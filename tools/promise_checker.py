@@ -97,7 +97,7 @@ def unpublished_loads(history: History) -> Check:
 
 
 def trained_twice(history: History) -> Check:
-    """P2: no group is in the journal twice, no sequence number was used twice."""
+    """P2: no group is in the journal twice, no group number was used twice."""
     times = Counter(record.key for record in history.journal)
     broken = [
         f"{_shown(key)} is {count} times in the journal"
@@ -178,8 +178,8 @@ def accounts(history: History) -> Check:
         return Check("P6", "accounting", ("the summary has none",))
     stated = Counter({str(name): int(count) for name, count in accounting.items()})
     last_received: dict[str, int] = {}
-    for sender, sequence in outcomes:
-        last_received[sender] = max(last_received.get(sender, -1), sequence)
+    for sender, group_number in outcomes:
+        last_received[sender] = max(last_received.get(sender, -1), group_number)
     reported = _final_statuses(history)
     known = [key for key in made if key[0] in reported or key[1] <= last_received.get(key[0], -1)]
     counted = Counter(outcomes.values())
@@ -382,7 +382,7 @@ def _first_undelivered(history: History) -> dict[str, int]:
     """
     first: dict[str, int] = {}
     for record in history.journal:
-        first[record.key[0]] = max(first.get(record.key[0], 0), record.min_sequence)
+        first[record.key[0]] = max(first.get(record.key[0], 0), record.min_group_number)
     return first
 
 

@@ -41,7 +41,7 @@ REFUSED = re.compile(r"refused (version=\d+)|load failed (version=\d+).*does not
 COMPLETE = "run complete"
 DAY_SECONDS = 24 * 60 * 60
 
-Key: TypeAlias = tuple[str, int]  # sender (generator NAME/INCARNATION), sequence of the group
+Key: TypeAlias = tuple[str, int]  # sender (generator NAME/INCARNATION), group_number of the group
 
 
 class Record(NamedTuple):
@@ -51,7 +51,7 @@ class Record(NamedTuple):
     outcome: str  # trained, no_signal, or the reason why it was dropped
     step: int
     policy_step: int = -1  # oldest one that it was sampled with; -1 if it was dropped
-    min_sequence: int = 0  # the sender has no group below it that is not durable
+    min_group_number: int = 0  # the sender has no group below it that is not durable
 
     @property
     def age(self) -> int:
@@ -196,12 +196,12 @@ def _second_of_day(line: str) -> int:
 def _record_of(kind: int, content: bytes, *, step: int) -> Record:
     if kind == DROPPED:
         note = json.loads(content)
-        key = (note["sender"], note["sequence"])
-        return Record(key, note["outcome"], step, min_sequence=note.get("min_sequence", 0))
+        key = (note["sender"], note["group_number"])
+        return Record(key, note["outcome"], step, min_group_number=note.get("min_group_number", 0))
     group = wire.decode_group(content, wire.GroupLimits(MAX_VOCAB_SIZE))
     outcome = "trained" if group.has_signal else "no_signal"
-    key = (group.sender, group.sequence)
-    return Record(key, outcome, step, group.policy_step, group.min_sequence)
+    key = (group.sender, group.group_number)
+    return Record(key, outcome, step, group.policy_step, group.min_group_number)
 
 
 def _records(content: bytes) -> Iterator[tuple[int, bytes]]:

@@ -58,13 +58,13 @@ def trainer() -> int:
             sys.stdout.write(f"{help_text(program, topic='loss')}\n{losses}")
 
         return run_plain_program(write_losses, program)
-    return run_program("peralta_zmq.trainer.loop:run", program)
+    return run_program("peralta_zmq.trainer.trainer:run", program)
 
 
 def generator() -> int:
     """peralta-generator: sample completions with the newest weights; score, send."""
     _end_process_on_interrupt()
-    return run_program("peralta_zmq.generator.start:run", program_name("generator"))
+    return run_program("peralta_zmq.generator.generator:run", program_name("generator"))
 
 
 def verifier() -> int:

@@ -39,9 +39,13 @@ class EvaluationGroups:
         link: TrainerConnection,
         rewards: ScoringQueue,
     ) -> None:
-        self._config, self._reader, self._training = config, reader, training
-        self._weights, self._link, self._rewards = weights, link, rewards
-        self._step = -1  # policy step of the newest evaluation that this generator took part in
+        self._config = config
+        self._reader = reader
+        self._training = training
+        self._weights = weights
+        self._link = link
+        self._rewards = rewards
+        self._step: int | None = None  # of the newest evaluation that this generator took part in
         # Of the running evaluation:
         self._held_out: Environments | None = None
         self._positions: Iterator[int] = iter(())  # of the problems that were not started
@@ -49,22 +53,21 @@ class EvaluationGroups:
         self._scores: list[Future[list[Score]]] = []  # of the others
 
     @property
-    def is_due(self) -> bool:
-        """Whether this generator has to take part in an announced evaluation."""
+    def _due_step(self) -> int | None:
+        """Policy step of an announced evaluation in which this generator has to take part."""
         announcement = self._link.announcement
-        return (
-            announcement is not None
-            and self._step < announcement.evaluation_step <= self._weights.version.step
-        )
+        step = None if announcement is None else announcement.evaluation_step
+        if step is None or step > self._weights.version.step:
+            return None
+        return step if self._step is None or self._step < step else None
 
     @property
     def is_running(self) -> bool:
-        """Whether this generator takes part in an evaluation."""
         return self._held_out is not None
 
     def repeat(self) -> None:
         """Take part in the announced evaluation again; none is running."""
-        self._step = -1
+        self._step = None
 
     def submit_due(self, sampler: Sampler) -> None:
         """Begin an evaluation that is due, and start as many groups as may be started now.
@@ -72,14 +75,15 @@ class EvaluationGroups:
         It begins when no training group is in the engine.
         """
         if self._held_out is None:
-            self._training.is_paused = self.is_due
-            if not self.is_due:
+            step = self._due_step
+            self._training.is_paused = step is not None
+            if step is None:
                 return
             if self._config.eval.cancel_inflight_rollouts_on_eval:
                 sampler.interrupt(self._training.groups)
             if any(not group.is_interrupted for group in self._training.groups):
                 return
-            self._held_out = self._open_problems()
+            self._held_out = self._open_problems(step)
         if self._held_out is not None:
             self._start_groups(sampler, self._held_out)
 
@@ -102,18 +106,17 @@ class EvaluationGroups:
         return len(groups)
 
     def close(self) -> None:
-        """End the evaluation."""
         if self._held_out is not None:
             self._held_out.close()
         self._held_out = None
         self._groups = []
         self._scores = []
 
-    def _open_problems(self) -> Environments | None:
+    def _open_problems(self, step: int) -> Environments | None:
         """The held-out problems; None, with a warning, if they cannot be used."""
-        config, link = self._config, self._link
-        assert link.announcement is not None  # because an evaluation is due
-        self._step = step = link.announcement.evaluation_step
+        config = self._config
+        link = self._link
+        self._step = step
         try:
             held_out = build.open_environments(config, "eval", limit=config.eval.num_examples)
         except TaskError as error:
@@ -126,19 +129,22 @@ class EvaluationGroups:
             return None
         seed = sampling_seed(config.run.seed, link.outbox.sender, f"evaluation {step}")
         self._sampling_of = build.eval_group_sampling(config, seed=seed)
-        index, count = config.generator.index, config.generator.count
+        index = config.generator.index
+        count = config.generator.count
         # Generators number themselves by the order of the live senders, which all of them receive.
-        senders = sorted(link.announcement.received)
+        senders = sorted(link.announcement.received) if link.announcement else []
         if link.outbox.sender in senders:
-            index, count = senders.index(link.outbox.sender), len(senders)
+            index = senders.index(link.outbox.sender)
+            count = len(senders)
+
+        def is_answered(position: int) -> bool:
+            announcement = link.announcement
+            return announcement is not None and is_in_bitmap(announcement.answered, position)
+
         self._positions = examples_for(
-            len(held_out.problems), index=index, count=count, answered=self._is_answered
+            len(held_out.problems), index=index, count=count, answered=is_answered
         )
         return held_out
-
-    def _is_answered(self, position: int) -> bool:
-        announcement = self._link.announcement
-        return announcement is not None and is_in_bitmap(announcement.answered, position)
 
     def _start_groups(self, sampler: Sampler, held_out: Environments) -> None:
         """Start as many groups as may be started now; ends the evaluation after the last one."""

@@ -45,7 +45,8 @@ class ScoringQueue:
     """Groups in the order in which their completions ended."""
 
     def __init__(self, weights: ServedWeights, link: TrainerConnection) -> None:
-        self._weights, self._link = weights, link
+        self._weights = weights
+        self._link = link
         self._groups: deque[SampledGroup] = deque()
         self._num_failures = 0  # consecutive groups that could not be scored
 
@@ -53,15 +54,13 @@ class ScoringQueue:
         return len(self._groups)
 
     def add(self, groups: Iterable[SampledGroup]) -> None:
-        """Add groups at the end."""
         self._groups.extend(groups)
 
     def finished(self) -> Iterator[RolloutGroup]:
         """Remove and yield the oldest groups, up to the first one without rewards yet.
 
-        A group is dropped if its reward failed, or was cancelled because its environment was
-        closed. Raises RewardError after MAX_REWARD_FAILURES consecutive groups that could not be
-        scored, except those for which the reward was unavailable.
+        A group is dropped if its reward failed or was cancelled. Raises RewardError after
+        MAX_REWARD_FAILURES consecutive failures, not counting unavailable rewards.
         """
         while self._groups and self._groups[0].scores.done():
             group = self._groups.popleft()
@@ -80,13 +79,12 @@ class ScoringQueue:
             yield self._make_group(group, rollouts)
 
     def discard(self) -> None:
-        """Drop all groups."""
         while self._groups:
             self._groups.popleft().scores.cancel()
 
     def _make_group(self, group: SampledGroup, rollouts: tuple[Rollout, ...]) -> RolloutGroup:
-        """The next group. Its policy step is the oldest among those of its generated tokens."""
-        link, weights = self._link, self._weights
+        link = self._link
+        weights = self._weights
         policy_step = min(
             int(rollout.policy_steps[rollout.loss_mask].min()) for rollout in rollouts
         )
@@ -94,13 +92,13 @@ class ScoringQueue:
             run_id=weights.version.run_id,
             generator_id=link.name,
             incarnation=link.incarnation,
-            sequence=link.outbox.next_sequence,
+            group_number=link.outbox.next_group_number,
             problem_id=group.problem.id,
             task=group.problem.task,
             policy_step=policy_step,
             weights_id=weights.weights_id_of(policy_step),
             rollouts=rollouts,
-            min_sequence=link.outbox.min_sequence,
+            min_group_number=link.outbox.min_group_number,
             sample_index=group.problem.sample_index,
             evaluation_step=group.evaluation_step,
         )

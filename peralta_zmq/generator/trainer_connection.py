@@ -1,19 +1,8 @@
 """Connection of a generator to the trainer: groups, statuses, announcements.
 
-A group is all rollouts of one problem, sent as one message (frame). A status is a message with the
-counters of the generator. An incarnation is the 8 random bytes that a generator draws at its start
-and for each new run; `sequence` numbers the groups of one incarnation from 0.
-
-Announcements are the trainer's messages about its progress, about one per second. They report how
-far the trainer is with the groups of each sender:
-
-    received   in the trainer's memory; otherwise it is unreceived
-    durable    in the journal on the trainer's disk, which records dropped groups, too
-    consumed   the trainer has begun its training step, or has dropped it
-
-The outbox keeps a group until it is durable, so that the generator can send it again after a crash
-of the trainer. Announcements also grant sample leases, for which the statuses ask: ranges of sample
-indices, the positions in the run's shuffled order of problems, that no other generator draws.
+Announcements report how far the trainer is with the groups of each sender (collector.py defines
+received, durable and consumed). The outbox keeps a group until it is durable, so that it can be
+sent again after a crash of the trainer. Statuses ask for sample ranges, which announcements grant.
 """
 
 from __future__ import annotations
@@ -21,21 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from peralta_zmq import wire
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
-from peralta_zmq.generator.pacing import SILENCE_SECONDS
-from peralta_zmq.generator.samples import HeldLeases
 from peralta_zmq.generator.weight_sync import REPORT_SECONDS, ServedWeights
 from peralta_zmq.observe.terminal import WaitReport
 from peralta_zmq.rollout import RolloutGroup, sender_of
 
+SILENCE_SECONDS = 30.0  # without an announcement before it is reported
 SLOWEST_LINK = 125_000  # bytes/s (1 Mbit/s) of the slowest link; a large group takes seconds
 RESEND_SECONDS = 2.0  # between two resends, so that the first can be acknowledged
 LOST_SECONDS = 5.0  # send groups again if the trainer has not received one for so long
-MEASURED_SECONDS = 1.0  # shortest interval of Throughput: groups may end at almost the same time
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +47,7 @@ class Throughput:
 
     num_tokens: int = 0  # generated tokens in finished groups
     idle_seconds: float = 0.0  # in which the engine was empty, because no group could be started
-    queue_seconds: float = 0.0  # spent waiting for room in the send queue
+    queue_seconds: float = 0.0  # the same, while finished groups waited for room in the send queue
     started: float = field(default_factory=time.monotonic)  # begin of the interval
 
     def plus(self, later: Throughput) -> Throughput:
@@ -89,27 +77,37 @@ class TrainerConnection:
         worker_info: dict[str, str],
         outbox_limit: int,
         max_steps: int,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        self._sockets, self._weights = sockets, weights
-        self.name, self._worker_info = name, worker_info
-        self._outbox_limit, self._max_steps = outbox_limit, max_steps
+        self._sockets = sockets
+        self._weights = weights
+        self.name = name
+        self._worker_info = worker_info
+        self._outbox_limit = outbox_limit
+        self._max_steps = max_steps
+        self.silence_seconds = silence_seconds
         self.throughput = Throughput()
         self._finished: tuple[Throughput, float] | None = None  # the last interval, and its seconds
-        self.num_unscored = 0  # groups dropped because a reward failed; counted by the caller
-        # Both counted by the caller; see GeneratorStatus.
-        self.num_aborted = self.num_resumed = 0
+        # Counts of GeneratorStatus, which the callers increase.
+        self.num_unscored = 0
+        self.num_aborted = 0
+        self.num_resumed = 0
         self.is_run_complete = False
-        self._started, self._silence_reported = time.monotonic(), float("-inf")
-        self._silence, self._full_queue = WaitReport(logger.info), WaitReport(logger.info)
+        self._started = time.monotonic()
+        self._silence_reported = float("-inf")
+        self._silence = WaitReport(logger.info)
+        self._full_queue = WaitReport(logger.info)
+        self._full_since: float | None = None  # monotonic seconds; None: the send queue has room
+        self._full_reported = 0.0
         self.start_run(incarnation)
 
     def start_run(self, incarnation: bytes | None = None) -> None:
-        """Begin a run: drop groups and leases of the previous run and number new groups from 0.
+        """Begin a run: drop groups and sample ranges of the previous run; number groups from 0.
 
         Without an `incarnation`, draw a new one.
         """
         self.incarnation = incarnation or os.urandom(8)
-        self.leases = HeldLeases()
+        self.ranges = HeldRanges()
         self.outbox = Outbox(sender_of(self.name, self.incarnation), limit=self._outbox_limit)
 
     @property
@@ -119,10 +117,10 @@ class TrainerConnection:
         return latest if latest and latest.run_id == self._weights.version.run_id else None
 
     def send(self, group: RolloutGroup) -> None:
-        """Send a group and keep it in the outbox until it is durable.
+        """Put a group into the outbox; `exchange` sends it.
 
         A group that cannot be encoded is dropped. A later group tells the trainer so by its
-        `min_sequence`, the oldest group that may still be sent.
+        `min_group_number`.
         """
         newest = f" newest={group.newest_step}" if group.newest_step > group.policy_step else ""
         step = group.evaluation_step
@@ -138,44 +136,39 @@ class TrainerConnection:
             return
         self.outbox.add(frame)
         self.throughput.num_tokens += sum(rollout.num_generated for rollout in group.rollouts)
-        self._send_frame(frame)
-        failpoint("generator.sent")
 
     def exchange(self, *, timeout: float = 0.0, is_idle: bool = False) -> None:
-        """Send a due status, receive announcements, and resend groups that may not have arrived.
+        """Send a due status and the groups that are due; receive announcements.
 
-        Waits up to `timeout` seconds for a new announcement; if `is_idle`, because no group could
-        be started.
+        All sockets are served here. Waits up to `timeout` seconds for a new announcement; if
+        `is_idle`, because no group could be started.
         """
         started = time.monotonic()
-        self._receive(timeout)
-        if is_idle:
-            self.throughput.idle_seconds += time.monotonic() - started
-        if self.announcement is not None:
-            for frame in self.outbox.frames_to_resend():
-                if not self.is_run_complete:
-                    self._send_frame(frame)
-
-    def _send_status_when_due(self) -> None:
-        """Send a status if one is due.
-
-        It is due at regular intervals, when a trainer connects, and when a lease becomes necessary.
-        """
-        must_request = self.leases.needs_lease and not self.leases.is_requested
+        must_request = self.ranges.needs_range and not self.ranges.is_requested
         if self._sockets.statuses.check_due() or must_request:
             self.send_status()
+        if self.announcement is not None:
+            self.outbox.queue_lost()
+        if not self.is_run_complete:
+            self._send_groups()
+        self._receive(timeout)
+        if is_idle:
+            seconds = time.monotonic() - started
+            is_full = self._full_since is not None
+            self.throughput.queue_seconds += seconds * is_full
+            self.throughput.idle_seconds += seconds * (not is_full)
 
     def send_status(self, *, last: bool = False) -> None:
         """Send a status now; `last` tells the trainer that no group will follow."""
         counts, seconds = self._measure()
         blocked = counts.idle_seconds + counts.queue_seconds
-        self.leases.is_requested |= self.leases.needs_lease
+        self.ranges.is_requested |= self.ranges.needs_range
         self._sockets.statuses.send(
             wire.GeneratorStatus(
                 run_id=self._weights.version.run_id,
                 generator_id=self.name,
                 incarnation=self.incarnation,
-                made=self.outbox.next_sequence,
+                made=self.outbox.next_group_number,
                 lost=self.outbox.num_lost,
                 resent=self.outbox.num_resent,
                 unscored=self.num_unscored,
@@ -190,50 +183,58 @@ class TrainerConnection:
                 store_error=self._weights.store_error,
                 announcement_reconnects=self._sockets.announcements.connection.num_reconnects,
                 rollout_reconnects=self._sockets.rollouts.connection.num_reconnects,
-                needs_lease=self.leases.needs_lease,
-                next_sample_index=self.leases.next_index,
+                needs_range=self.ranges.needs_range,
+                next_sample_index=self.ranges.next_index,
                 last=last,
                 worker_info=self._worker_info,
             )
         )
 
     def _measure(self) -> tuple[Throughput, float]:
-        """Return the counts that the next status reports, and the seconds in which they arose.
+        """Return the counts of the last interval, and its seconds, for the next status.
 
-        These are the counts of the last interval. If no group has finished since then, for longer
-        than the interval was, the time since then is added.
+        If no group has finished since then, for longer than the interval was, the time since then
+        is added.
         """
         counts = self.throughput
         seconds = max(time.monotonic() - counts.started, 1e-3)
-        if counts.num_tokens and seconds >= MEASURED_SECONDS:
-            self._finished, self.throughput = (counts, seconds), Throughput()
+        if counts.num_tokens and seconds >= 1.0:  # groups may end at almost the same time
+            self._finished = (counts, seconds)
+            self.throughput = Throughput()
         elif self._finished is not None:
             finished, length = self._finished
             is_long = seconds > length
             return (finished.plus(counts), length + seconds) if is_long else self._finished
         return counts, seconds
 
-    def _send_frame(self, frame: bytes) -> None:
-        """Wait for room in the send queue and send a frame, unless the run completes."""
-        started = reported = time.monotonic()
-        while not self._sockets.rollouts.send(frame, timeout=0.2):
-            self._receive(0.0)
-            if self.is_run_complete:
+    # Called by `exchange`.
+
+    def _send_groups(self) -> None:
+        """Send the queued groups as far as the socket has room; report one that is full for long.
+
+        The trainer reads no groups while it computes a step.
+        """
+        while (frame := self.outbox.next_frame()) is not None:
+            # libzmq takes microseconds to empty a queue whose peer reads.
+            timeout = 0.005 if self._full_since is None else 0.0
+            if not self._sockets.rollouts.send(frame, timeout=timeout):
+                now = time.monotonic()
+                if self._full_since is None:
+                    self._full_since = self._full_reported = now
+                if now - self._full_reported > REPORT_SECONDS:
+                    self._full_reported = now
+                    seconds = now - self._full_since
+                    text = f"waiting for the trainer to take a group ({seconds:.0f} s)"
+                    self._full_queue.show(text)
                 return
-            if (now := time.monotonic()) - reported > REPORT_SECONDS:
-                reported = now
-                text = f"waiting for the trainer to take a group ({now - started:.0f} s)"
-                self._full_queue.show(text)
-        self._full_queue.hide()
-        self.throughput.queue_seconds += time.monotonic() - started
+            self.outbox.mark_sent()
+            self._full_since = None
+            self._full_queue.hide()
+            failpoint("generator.sent")
+        self._full_since = None
 
     def _receive(self, timeout: float) -> None:
-        """Like `exchange`, but without resending groups.
-
-        Opens the connection for groups again if the trainer, although it could, has not received a
-        group of this generator for some time (see Outbox.unreceived_seconds).
-        """
-        self._send_status_when_due()
+        """Receive announcements; open the connection for groups again if groups were lost."""
         announcements = self._sockets.announcements
         latest = announcements.receive(timeout=timeout)
         silent_seconds = time.monotonic() - announcements.received_at
@@ -242,28 +243,29 @@ class TrainerConnection:
         if latest is not None:
             self._weights.poll_for(latest)
         announcement = self.announcement
-        if announcement is not None:
-            self.outbox.acknowledge(announcement)
-            sender, starts = self.outbox.sender, announcement.lease_starts
-            self.leases.add(range(starts.get(sender, 0), announcement.lease_ends.get(sender, 0)))
-            rollouts = self._sockets.rollouts.connection
-            if rollouts.reconnect_if_silent(self.outbox.unreceived_seconds):
-                self.outbox.must_resend = True
-            # Seconds in which the trainer has received groups of this generator, but no status.
-            seconds = announcement.without_status.get(self.outbox.sender, 0)
-            self._sockets.statuses.unreceived_seconds = seconds
-            self.is_run_complete |= announcement.done
+        if announcement is None:
+            return
+        sender = self.outbox.sender
+        self.outbox.acknowledge(announcement)
+        self.ranges.add(
+            range(announcement.range_starts.get(sender, 0), announcement.range_ends.get(sender, 0))
+        )
+        rollouts = self._sockets.rollouts.connection
+        if rollouts.reconnect_if_silent(self.outbox.unreceived_seconds):
+            self.outbox.must_resend = True
+        seconds = announcement.without_status.get(sender, 0)
+        self._sockets.statuses.unreceived_seconds = seconds
+        self.is_run_complete |= announcement.done
 
     def _check_silence(self) -> None:
-        """Report if no announcement has arrived for SILENCE_SECONDS.
+        """Report a silent trainer; the run is complete if the weights are those of the last step.
 
-        The run then counts as complete if the weights come from the last training step: this
-        process may miss the announcements of the end (`done`), which the trainer sends only shortly
-        before it exits.
+        This process may miss the announcements of the end (`done`), which the trainer sends only
+        shortly before it exits.
         """
         now = time.monotonic()
         seconds = now - max(self._sockets.announcements.received_at, self._started)
-        if seconds <= SILENCE_SECONDS:
+        if seconds <= self.silence_seconds:
             return self._silence.hide()
         if now - self._silence_reported > REPORT_SECONDS:
             self._silence_reported = now
@@ -279,43 +281,41 @@ class Outbox:
     """Up to `limit` encoded groups (frames) of one incarnation that are not durable."""
 
     def __init__(self, sender: str, *, limit: int = 64) -> None:
-        self.sender, self._limit = sender, limit  # sender: 'NAME/INCARNATION', as in announcements
-        self.next_sequence = 0  # of the next group; also the number of finished groups
+        self.sender = sender  # 'NAME/INCARNATION', as in announcements
+        self.next_group_number = 0  # also the number of finished groups
         self.num_lost = 0  # groups dropped because the outbox was full or encoding failed
         self.num_resent = 0  # groups sent again
         self.must_resend = False  # send all frames again that the trainer has not received
-        self._frames: dict[int, bytes] = {}  # by sequence, ascending
+        self._limit = limit
+        self.frames: dict[int, bytes] = {}  # by group number, ascending
+        self._queue: deque[int] = deque()  # numbers of the frames to send, ascending
         self._num_consumed = 0  # groups in started training steps, or dropped by the trainer
-        self._received = -1  # the trainer has received all groups up to this sequence; -1 = none
+        self._num_received = 0  # the trainer has received all groups below this number
         self._announcement = wire.Announcement("")  # the newest
         self._announced_at = 0.0  # monotonic seconds of `_announcement`
         self._unreceived_seconds = 0.0  # see `acknowledge`
         self._resent_at = float("-inf")  # monotonic seconds of the latest resend
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return len(self.frames)
 
     @property
     def num_unreceived(self) -> int:
         """Number of groups in the outbox that the trainer has not received."""
-        return sum(sequence > self._received for sequence in self._frames)
+        return sum(number >= self._num_received for number in self.frames)
 
     @property
     def num_pending(self) -> int:
-        """Number of finished groups that the trainer has not consumed.
-
-        An announcement without this sender leaves the number of consumed groups unchanged.
-        """
-        return self.next_sequence - self._num_consumed
+        """Number of finished groups that the trainer has not consumed, as far as is known."""
+        return self.next_group_number - self._num_consumed
 
     @property
-    def min_sequence(self) -> int:
-        """Oldest sequence that may still be sent: lower ones are durable or lost."""
-        return next(iter(self._frames), self.next_sequence)
+    def min_group_number(self) -> int:
+        """Oldest group that may still be sent: lower numbers are durable or lost."""
+        return next(iter(self.frames), self.next_group_number)
 
     @property
     def max_group_bytes(self) -> int:
-        """Size limit of the trainer for a frame."""
         return self._announcement.max_group_bytes
 
     @property
@@ -324,94 +324,140 @@ class Outbox:
 
         Less the time that the oldest unreceived frame may take over the slowest link.
         """
-        unreceived = (frame for number, frame in self._frames.items() if number > self._received)
+        unreceived = (
+            frame for number, frame in self.frames.items() if number >= self._num_received
+        )
         return self._unreceived_seconds - len(next(unreceived, b"")) / SLOWEST_LINK
 
     def has_room(self, num_unfinished: int) -> bool:
         """Whether one more group fits, besides `num_unfinished` groups in the engine."""
-        return len(self._frames) + num_unfinished < self._limit
+        return len(self.frames) + num_unfinished < self._limit
 
     def add(self, frame: bytes) -> None:
-        """Keep the frame of the next sequence; a full outbox drops its oldest frame."""
-        if len(self._frames) == self._limit:
-            self._drop(self.min_sequence, "outbox")
-        self._frames[self.next_sequence] = frame
-        self.next_sequence += 1
+        """Keep and queue the frame of the next group; a full outbox drops its oldest frame."""
+        if len(self.frames) == self._limit:
+            self._drop(self.min_group_number, "outbox")
+        self.frames[self.next_group_number] = frame
+        self._queue.append(self.next_group_number)
+        self.next_group_number += 1
 
     def skip(self) -> None:
-        """Count a group that cannot be sent as lost; its sequence stays without a frame."""
-        self.next_sequence += 1
+        """Count a group that cannot be sent as lost; its number stays without a frame."""
+        self.next_group_number += 1
         self.num_lost += 1
+
+    def next_frame(self) -> bytes | None:
+        """The frame to send now; None if none is queued."""
+        while self._queue and self._queue[0] not in self.frames:  # durable or dropped meanwhile
+            self._queue.popleft()
+        return self.frames[self._queue[0]] if self._queue else None
+
+    def mark_sent(self) -> None:
+        self._queue.popleft()
 
     def acknowledge(self, announcement: wire.Announcement) -> None:
         """Apply an announcement: remove durable frames, and those too large for the trainer.
 
-        The trainer has read all groups that had arrived if it waits for groups, or has started a
-        step since the previous announcement. If it has then received no further group of the
-        outbox, the time since the previous announcement, at most a second, is added to
-        `_unreceived_seconds`.
+        The trainer has read all groups that had arrived if it waits, or has started a step since
+        the previous announcement. If it has then received no further group of the outbox, the time
+        since the previous announcement, at most a second, counts as unreceived.
         """
-        previous, self._announcement = self._announcement, announcement
+        previous = self._announcement
+        self._announcement = announcement
         if announcement is previous:
             return
         # Like a generator, the trainer draws an incarnation at each start.
         restarted = previous.incarnation not in (b"", announcement.incarnation)
         self.must_resend |= restarted
-        durable = announcement.durable.get(self.sender, -1)
+        num_durable = announcement.durable.get(self.sender, 0)
         # A restart of the trainer loses groups that are not durable.
-        known = -1 if restarted else self._received
-        received = max(known, durable, announcement.received.get(self.sender, -1))
+        num_known = 0 if restarted else self._num_received
+        num_received = max(num_known, num_durable, announcement.received.get(self.sender, 0))
         now = time.monotonic()
-        if received != self._received or not self.num_unreceived:
+        if num_received != self._num_received or not self.num_unreceived:
             self._unreceived_seconds = 0.0
         elif announcement.waiting or announcement.started_step != previous.started_step:
             self._unreceived_seconds += min(1.0, now - self._announced_at)
-        self._received, self._announced_at = received, now
-        self._frames = {number: frame for number, frame in self._frames.items() if number > durable}
-        self._drop_larger(announcement.max_group_bytes)
-        if self.sender in announcement.consumed:
-            # An announcement has the number of consumed groups minus 1.
-            self._num_consumed = announcement.consumed[self.sender] + 1
+        self._num_received = num_received
+        self._announced_at = now
+        self.frames = {
+            number: frame for number, frame in self.frames.items() if number >= num_durable
+        }
+        # The trainer would close the connection for a larger frame, and acknowledge no later one.
+        for number, frame in list(self.frames.items()):
+            if len(frame) > announcement.max_group_bytes:
+                limit = announcement.max_group_bytes
+                self._drop(number, f"{len(frame)} bytes; the trainer accepts {limit}")
+        self._num_consumed = announcement.consumed.get(self.sender, self._num_consumed)
 
-    def frames_to_resend(self) -> list[bytes]:
-        """Count and return the frames to send again now, in order.
+    def queue_lost(self) -> None:
+        """Queue the frames that were probably lost, to be sent again.
 
-        All unreceived frames are sent again
+        All unreceived frames
 
         - if `must_resend` is set: the trainer has restarted, or the connection was opened again;
         - if the trainer has not received one for LOST_SECONDS although it could, at most once in
           this time.
 
-        Otherwise, every RESEND_SECONDS, only those frames are sent again that are missing between
-        frames that the trainer has received.
+        Otherwise, every RESEND_SECONDS, those below the newest frame that the trainer has received.
         """
         elapsed = time.monotonic() - self._resent_at
         if self.must_resend or min(elapsed, self.unreceived_seconds) > LOST_SECONDS:
-            below = self.next_sequence
+            below = self.next_group_number
         elif elapsed >= RESEND_SECONDS:
-            below = self._announcement.highest_received.get(self.sender, -1)
+            below = self._announcement.received_end.get(self.sender, 1) - 1
         else:
-            return []
+            return
         self.must_resend = False
-        frames = [
-            frame for sequence, frame in self._frames.items() if self._received < sequence < below
-        ]
-        if frames:
+        lost = {number for number in self.frames if self._num_received <= number < below}
+        if lost := lost.difference(self._queue):
+            self._queue = deque(sorted(lost.union(self._queue)))
             self._resent_at = time.monotonic()
-            self.num_resent += len(frames)
-        return frames
+            self.num_resent += len(lost)
 
-    def _drop_larger(self, max_bytes: int) -> None:
-        """Drop frames larger than the trainer accepts; it may have had another limit before.
-
-        For each of them it would close the connection, and acknowledge no later group.
-        """
-        for sequence, frame in list(self._frames.items()):
-            if len(frame) > max_bytes:
-                self._drop(sequence, f"{len(frame)} bytes; the trainer accepts {max_bytes}")
-
-    def _drop(self, sequence: int, reason: str) -> None:
-        """Count a frame as lost and remove it."""
-        del self._frames[sequence]
+    def _drop(self, number: int, reason: str) -> None:
+        del self.frames[number]
         self.num_lost += 1
-        logger.warning("lost group=%s/%d reason=%s", self.sender, sequence, reason)
+        logger.warning("lost group=%s/%d reason=%s", self.sender, number, reason)
+
+
+class HeldRanges:
+    """The sample ranges of one sender (a start of a generator), which draws them in order."""
+
+    def __init__(self) -> None:
+        self.next_index = 0  # greater than every sample index that was granted or drawn
+        self.is_requested = False  # a status has asked for the range after the newest one
+        self._ranges: deque[range] = deque()  # without the drawn samples
+
+    @property
+    def num_left(self) -> int:
+        """Number of granted samples that are not drawn."""
+        return sum(map(len, self._ranges))
+
+    @property
+    def needs_range(self) -> bool:
+        """Whether no range follows the one in use. The trainer takes up to a step to grant it."""
+        return len(self._ranges) < 2
+
+    def add(self, samples: range) -> None:
+        """Add a range, unless it was added before: the trainer repeats it until confirmed.
+
+        Leaves out samples below `next_index`, which may have been drawn without a range.
+        """
+        if samples.stop > self.next_index:
+            self._ranges.append(range(max(samples.start, self.next_index), samples.stop))
+            self.next_index = samples.stop
+            self.is_requested = False
+
+    def draw(self) -> int | None:
+        """The next sample index; None if all granted samples are drawn."""
+        if not self._ranges:
+            return None
+        samples = self._ranges.popleft()
+        if samples[1:]:
+            self._ranges.appendleft(samples[1:])
+        return samples.start
+
+    def record_drawn(self, sample_index: int) -> None:
+        """Record a sample that was drawn without a range."""
+        self.next_index = max(self.next_index, sample_index + 1)

@@ -1,21 +1,39 @@
-"""Training groups: which problem is sampled next, and when."""
+"""Training groups: which problem a generator samples next, and when.
+
+A sample is one draw of a problem. Its index, a position in the run's shuffled order of problems,
+determines the problem. A generator draws the sample ranges that the trainer grants to it; without
+one for long, its static share: every `generator.count`-th index.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 from peralta_zmq import build, wire
 from peralta_zmq.config import Config
 from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.environments.curriculum import (
+    ProblemSampler,
+    assigned_samples,
+    is_in_bitmap,
+    static_share,
+)
 from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.generator.pacing import SamplingPacer
-from peralta_zmq.generator.samples import sample_problems
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue
-from peralta_zmq.generator.trainer_connection import TrainerConnection
+from peralta_zmq.generator.trainer_connection import SILENCE_SECONDS, HeldRanges, TrainerConnection
 from peralta_zmq.generator.weight_sync import ServedWeights
+from peralta_zmq.rollout import Problem
 
+# A generator at its limit starts a group after this time if the trainer waits for groups and has
+# received all of this one; otherwise after SILENCE_SECONDS.
+STARVED_SECONDS = 0.25
+RANGE_TIMEOUT = 30.0  # without a range, while the trainer waits, before the static share is drawn
 logger = logging.getLogger(__name__)
 
 
@@ -35,8 +53,11 @@ class TrainingGroups:
         link: TrainerConnection,
         rewards: ScoringQueue,
     ) -> None:
-        self._config, self._environments = config, environments
-        self._weights, self._link, self._rewards = weights, link, rewards
+        self._config = config
+        self._environments = environments
+        self._weights = weights
+        self._link = link
+        self._rewards = rewards
         self._pacer = SamplingPacer(
             config.groups_per_step,
             config.train.max_async_level,
@@ -45,6 +66,7 @@ class TrainingGroups:
             oversampling_factor=config.curriculum.oversampling_factor,
             follow_step_size=config.train.token_batch_size is not None
             or len({*config.group_sizes.values()}) > 1,
+            silence_seconds=link.silence_seconds,
         )
         self.groups: list[Group] = []  # in flight, or interrupted
         self.is_paused = False  # start no further group, because an evaluation is due
@@ -53,9 +75,10 @@ class TrainingGroups:
 
     def start_run(self) -> None:
         """Begin with the problems and random numbers of a run."""
-        config, link = self._config, self._link
+        config = self._config
+        link = self._link
         self._samples = sample_problems(
-            config, self._environments, link.leases, announcement=lambda: link.announcement
+            config, self._environments, link.ranges, announcement=lambda: link.announcement
         )
         seed = sampling_seed(config.run.seed, link.outbox.sender, "training")
         self._sampling_of = build.group_sampling(config, seed=seed)
@@ -91,16 +114,15 @@ class TrainingGroups:
         return self._drop(self.groups, sampler)
 
     def drop_failed(self, sampler: Sampler) -> int:
-        """Drop the groups that were in flight at the last call, too; returns their number.
+        """After a failure of the engine, drop the groups that an earlier one interrupted, too.
 
-        To be called after each failure of the engine; such groups may be its cause.
+        They may be the cause. Returns their number.
         """
         num_dropped = self._drop([each for each in self.groups if each in self._failed], sampler)
         self._failed = list(self.groups)
         return num_dropped
 
     def _may_start(self, sampler: Sampler) -> bool:
-        """Whether another group may be started now."""
         outbox = self._link.outbox
         num_unsent = len(self.groups) + len(self._rewards)
         return (
@@ -130,3 +152,158 @@ class TrainingGroups:
         sampler.drop(groups)
         self.groups = [group for group in self.groups if group not in groups]
         return len(groups)
+
+
+def sample_problems(
+    config: Config,
+    environments: Environments,
+    ranges: HeldRanges,
+    *,
+    announcement: Callable[[], wire.Announcement | None],
+    range_timeout: float = RANGE_TIMEOUT,
+) -> Iterator[Problem | None]:
+    """This generator's endless sequence of training problems; None while it waits for a range.
+
+    `announcement` returns the newest announcement. Raises ConfigError if the trainer has other
+    problems.
+    """
+
+    def is_excluded(position: int) -> bool:
+        newest = announcement()
+        if newest is not None and newest.train_set_digest not in (b"", environments.digest):
+            raise ConfigError(
+                f"generator {config.generator.full_name} has other training problems than the "
+                "trainer; use its [data], [[env]], model, engine.max_model_len and "
+                "sampling.max_completion_length"
+            )
+        return newest is not None and is_in_bitmap(newest.excluded, position)
+
+    sizes = list(environments.sizes.values())
+    sampler = ProblemSampler(sizes, seed=config.run.seed, ratios=config.curriculum.env_ratios)
+    indices = _sample_indices(config, ranges, announcement, range_timeout)
+    for sample in assigned_samples(sampler, indices, excluded=is_excluded):
+        if sample is None:
+            yield None
+        else:
+            sample_index, position = sample
+            yield replace(environments.problems[position], sample_index=sample_index)
+
+
+def _sample_indices(
+    config: Config,
+    ranges: HeldRanges,
+    announcement: Callable[[], wire.Announcement | None],
+    range_timeout: float,
+) -> Iterator[int | None]:
+    """Yield the granted sample indices; None while there are none.
+
+    After `range_timeout` seconds without a range, yield the static share from the next sample index
+    that the trainer announces.
+    """
+    share: Iterator[int] | None = None
+    waited = 0.0  # seconds in which the trainer waited for groups, by announcements up to `last`
+    last = announcement()
+    last_at = time.monotonic()
+    while True:
+        if (sample_index := ranges.draw()) is not None:
+            share = None
+            waited = 0.0
+            yield sample_index
+            continue
+        newest = announcement()
+        now = time.monotonic()
+        if newest is not last:
+            if newest is not None and newest.waiting:
+                waited += min(now - last_at, 5.0)  # longer gap: the trainer may have been away
+            last = newest
+            last_at = now
+        if newest is None or waited <= range_timeout:
+            yield None
+            continue
+        if share is None:
+            index = config.generator.index
+            count = config.generator.count
+            share = static_share(index=index, count=count, start=newest.next_sample_index)
+            logger.warning(
+                "no sample range from the trainer; sampling share %d of %d, as generator.index and "
+                "count say: without different numbers, generators sample the same problems",
+                index,
+                count,
+            )
+        sample_index = next(share)
+        ranges.record_drawn(sample_index)
+        yield sample_index
+
+
+class SamplingPacer:
+    """Keeps the expected staleness of a generator's groups within `max_async_level`, in versions.
+
+    A group is pending from its start until its training step begins or the trainer drops it. From
+    its pending groups a generator computes in which step its next group will be trained, if each of
+    n suppliers (generators with groups in the newest steps) supplies one n-th of a step. A
+    generator that is no supplier counts the live ones instead, so that invented senders do not slow
+    a supplier down. At the limit it starts a group after STARVED_SECONDS or SILENCE_SECONDS: a
+    crashed generator or a lost announcement must not block the others. With `follow_step_size` the
+    number of groups in the newest step replaces `groups_per_step`.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_async_level: int,
+        *,
+        name: str,  # of this generator
+        steps_per_version: int = 1,
+        oversampling_factor: float = 1.0,
+        follow_step_size: bool = False,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        self._groups_per_step = groups_per_step
+        self._follow_step_size = follow_step_size
+        self._name = name
+        self._oversampling_factor = oversampling_factor
+        self._max_async_level = max_async_level
+        self._steps_per_version = steps_per_version
+        self._silence_seconds = silence_seconds
+        self._last_start = time.monotonic()
+        self._counted: wire.Announcement | None = None  # `_num_generators` was counted from it
+        self._num_generators = 1
+
+    def may_start(
+        self,
+        announcement: wire.Announcement | None,
+        *,
+        step: int,
+        num_pending: int,
+        num_unreceived: int,
+    ) -> bool:
+        """Whether a group sampled from the weights of policy step `step` may be started.
+
+        `num_unreceived` of the generator's `num_pending` groups have not reached the trainer.
+        """
+        announcement = announcement or wire.Announcement("")  # default values: nothing has started
+        starved = announcement.waiting and not num_unreceived
+        limit = STARVED_SECONDS if starved else self._silence_seconds
+        if time.monotonic() - self._last_start > limit:
+            return True
+        groups_per_step = self._groups_per_step
+        if self._follow_step_size and announcement.groups_in_step:
+            groups_per_step = announcement.groups_in_step
+        if announcement is not self._counted:  # only once: for 1,000 senders it takes 0.2 ms
+            names = announcement.suppliers.keys()
+            if self._name not in names:
+                # A sender is NAME/INCARNATION; a generator that has restarted has several.
+                names = {sender.split("/")[0] for sender in announcement.received}
+            self._counted = announcement
+            self._num_generators = max(1, len(names))
+        expected = math.ceil(groups_per_step * self._oversampling_factor)
+        share = math.ceil(expected / self._num_generators)
+        started_step = max(announcement.started_step, step)  # the announcement may be old
+        # The steps taken before the group is trained: pending groups are consumed first.
+        num_taken = started_step + num_pending // share
+        staleness = num_taken // self._steps_per_version - step // self._steps_per_version
+        return staleness <= self._max_async_level
+
+    def record_start(self) -> None:
+        """Record that a group was started, which restarts the time limits."""
+        self._last_start = time.monotonic()

@@ -1,14 +1,9 @@
 """Weights of a generator: start the engine with a version, then apply newer versions to it.
 
-The engine samples completions; a group (all rollouts of one problem) is in flight while the engine
-samples it. WeightSubscriber downloads and verifies weight versions in a thread, and offers the
-newest verified one. A version that the engine rejects is quarantined: this process does not use it
-again. The manifest of a version has
-
-- its number,
-- the policy step: the number of training steps that produced the weights,
-- the run, and the lineage: how often the run was rolled back to an older checkpoint,
-- `result`, the hash of the weights. The hash of the manifest itself is the weights_id.
+WeightSubscriber offers the newest verified version. A version that the engine rejects is
+quarantined: this process does not use it again. The lineage of a version counts the roll-backs of
+the run to an older checkpoint; its field `result` is the hash of the weights, and its weights_id
+that of the manifest.
 """
 
 from __future__ import annotations
@@ -48,14 +43,15 @@ class SettingsChangedError(Exception):
 class ServedWeights:
     """The weight version that the engine uses, and its replacement by newer versions.
 
-    With `between_groups` a newer version waits until no group is in flight; while it waits,
-    `is_draining` is True and the generator must start no group.
+    With `between_groups` a newer version waits until no group is in flight; `is_draining` is then
+    True, and the generator must start no group.
     """
 
     def __init__(
         self, subscriber: WeightSubscriber, version: Version, *, between_groups: bool = False
     ) -> None:
-        self._subscriber, self._between_groups = subscriber, between_groups
+        self._subscriber = subscriber
+        self._between_groups = between_groups
         self.version = version
         self.is_draining = False
         self.reload_seconds = 0.0  # duration of the latest replacement
@@ -64,10 +60,7 @@ class ServedWeights:
 
     @property
     def needs_keyframe(self) -> bool:
-        """Whether the newest version needs a delta (change of weights) that is missing.
-
-        A generator reports this in its status; the trainer then publishes a keyframe (all weights).
-        """
+        """Whether a delta is missing that the newest version needs: only a keyframe helps."""
         return self._subscriber.wants_keyframe
 
     @property
@@ -81,7 +74,8 @@ class ServedWeights:
 
     def poll_for(self, announcement: wire.Announcement) -> None:
         """Poll the store for the announced version now, instead of at the next regular poll."""
-        self._subscriber.notify(announcement.version, announcement.weights_id)
+        if announcement.version is not None:
+            self._subscriber.notify(announcement.version, announcement.weights_id)
 
     @property
     def are_applied(self) -> bool:
@@ -99,14 +93,15 @@ class ServedWeights:
     def apply_due(self, engine: registry.Engine, *, num_in_flight: int) -> Obsolete | None:
         """Apply the newest verified version in place, if it may be applied now.
 
-        If that fails for another reason than the weights, it is tried again every REPORT_SECONDS.
-        Returns Obsolete if the version belongs to another run or follows a roll-back: it has
-        another lineage, or no higher policy step. Not if it only publishes equal weights again.
-        Raises SettingsChangedError for another run with other settings for generators to adopt.
+        Returns Obsolete if the version belongs to another run or follows a roll-back, i.e. has
+        another lineage or no higher policy step, unless its weights are equal. A failure for
+        another reason than the weights is retried every REPORT_SECONDS. Raises SettingsChangedError
+        for another run with other settings.
         """
         must_wait = num_in_flight > 0 and self._between_groups
         self.is_draining = must_wait and self._subscriber.poll() is not None
-        previous, started = self.version, time.monotonic()
+        previous = self.version
+        started = time.monotonic()
         if must_wait or started < self._retry_at:
             return None
         try:
@@ -143,7 +138,7 @@ def apply_newest(
 ) -> Version:
     """Apply the newest verified version in place; returns the version now in use.
 
-    If the engine rejects the newest version, that version is quarantined and `current` stays.
+    A version that the engine rejects is quarantined, and `current` stays.
     """
     pending = subscriber.poll()
     if pending is None:
@@ -167,9 +162,9 @@ def apply_newest(
 
 
 def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: float) -> Version:
-    """Accept and log an applied version; `started`: monotonic seconds before it was applied."""
     subscriber.accept()
-    version, seconds = pending.version, time.monotonic() - started
+    version = pending.version
+    seconds = time.monotonic() - started
     identity = f"version={version.number} step={version.step} weights_id={version.weights_id}"
     logger.info(
         "loaded %s bytes=%d visible_seconds=%.3f apply_seconds=%.3f",
@@ -179,7 +174,6 @@ def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: floa
 
 
 def open_subscriber(config: Config, name: str) -> WeightSubscriber:
-    """Subscribe to the weight store; the local copy of the weights is kept for later starts."""
     address = config.weights_address
     return WeightSubscriber(
         WeightStore.open(address, token=read_private_token(config.weights.token_file)),
@@ -196,17 +190,16 @@ def open_engine(
     trainer: wire.TrainerAddress,
     report_store: Callable[[str], None],
 ) -> tuple[Config, Version, registry.Engine, models.Tokenizer]:
-    """Wait for a loaded version; return it with an engine and its tokenizer.
+    """Wait for a loaded version; return it with an engine, its tokenizer, and the settings to use.
 
-    The settings are `config` with those that the trainer chose. A version whose files cannot be
-    loaded is refused, and another one awaited.
-
-    While waiting, follows the trainer to another address, reports every REPORT_SECONDS, and calls
-    `report_store(run_id)` at each announcement if the store has only deltas or cannot be read.
-    Raises StoreError after weights.wait_for_weights_timeout seconds.
+    These are `config` with those that the trainer chose. A version whose files cannot be loaded is
+    refused, and another one awaited. While waiting, calls `report_store(run_id)` at each
+    announcement if the store has only deltas or cannot be read. Raises StoreError after
+    weights.wait_for_weights_timeout seconds.
     """
     started = reported = time.monotonic()
-    waiting, refused = WaitReport(logger.info), ""
+    waiting = WaitReport(logger.info)
+    refused = ""
     timeout = config.weights.wait_for_weights_timeout or float("inf")
     while True:
         while (pending := subscriber.poll(timeout=0.2)) is None:
@@ -230,7 +223,8 @@ def open_engine(
                 why = subscriber.store_error or refused
                 waiting.show(waiting_text(*where, answers=answers, why=why))
         waiting.hide()
-        opened, version = time.monotonic(), pending.version
+        opened = time.monotonic()
+        version = pending.version
         is_adapter = version.field("adapts") is not None
         try:
             with loading_errors(pending.folder):
@@ -251,8 +245,8 @@ def open_engine(
 def waiting_text(address: str, seconds: float, store: str, *, answers: bool, why: str = "") -> str:
     """The log message of a generator without weights: what is missing, and the remedy.
 
-    `store` is the address of the store, `why` the reason if it cannot be read. `answers` is True if
-    the trainer's address accepts TCP connections.
+    `answers`: the trainer's address accepts TCP connections. `why`: the reason if the store cannot
+    be read.
     """
     files = files_given()
     start = f"waiting for trainer {address} ({seconds:.0f} s)"

@@ -1,22 +1,23 @@
-"""Decides which rollout groups are trained, and records the outcome of each group.
+"""Which rollout groups are trained, and the outcome of each group.
 
-`Admission.admit` decides whether a group is admitted to the batch of a training step. The outcome
-of the group is the first row of this table that applies; the last two admit it, all others drop it:
+A group that is not trained has one of six reasons, as users see them in summary, metrics, events
+and samples.jsonl. `Admission.admit` records the first outcome, in the order of `_decide`, that
+applies; a group with an outcome is settled.
 
-    invalid     the group has no rollouts, because the decoder rejected them
-    abandoned   sampled from weights that a roll-back of the run has undone, or received after the
-                last step
-    evaluated   completions of held-out problems, for an evaluation
-    mismatched  the sender is flagged: its logprobs differ too much from the trainer's
-    stale       sampled from weights that are more than `max_off_policy_steps` steps old
-    filtered    mean reward exactly 0 or 1, with `online_difficulty_filtering`
-    no_signal   admitted, but all rewards are equal
-    trained     admitted
+    reason       outcomes in the ledger
+    no signal    no_signal: in the batch, but all rewards are equal, so its gradient is 0
+    too old      stale: sampled from weights that are more than `max_off_policy_steps` steps old;
+                 abandoned: from weights that a roll-back has undone, or after the last step
+    filtered     filtered: mean reward exactly 0 or 1, with `online_difficulty_filtering`
+    mismatched   mismatched: the logprobs of the sender differ too much from the trainer's, on
+                 average. Those of a single group that do are only "excluded" from one update
+                 (unusable_groups.py); the group counts as trained
+    invalid      invalid: the decoder refused the rollouts
+    lost         lost: it never arrived, and its sender will not send it again
 
-One more outcome is `lost`: the group never arrived, and its sender will not send it again. A group
-with an outcome is settled; `Ledger` records the outcomes. A group that arrives after it has been
-settled, even as lost, is a duplicate: it is dropped and counted. (trainer/collector.py lists all
-states of a group.)
+Completions of held-out problems are `evaluated`. A group that arrives after it has been settled,
+even as lost, is a duplicate: it is dropped and counted. A step is skipped, with all its groups, if
+its gradient is not finite.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ OUTCOMES: tuple[str, ...] = (*ADMITTED, *get_args(Dropped))
 MAX_ABOVE = 1024  # settled groups above a gap, per sender
 MAX_ABOVE_ALL = 1 << 17  # settled groups above a gap, all senders; about 100 bytes each
 MAX_SENDERS = 1 << 16  # senders in memory; the least recently active is dropped first
-# Largest valid jump of a sender's sequence number. A sender drops groups, and so skips numbers,
+# Largest valid jump of a sender's group number. A sender drops groups, and so skips numbers,
 # after a roll-back of the run and when its outbox is full, but always fewer than this. A larger
 # jump must be an error, and would distort the count of lost groups.
 MAX_JUMP = 1 << 20
@@ -65,9 +66,11 @@ class Admission:
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
         """Decide whether step `step` trains the group, and settle it with the outcome."""
         decision = self._decide(group, step)
-        sequence = group.sequence
-        min_sequence = group.min_sequence
-        if self.ledger.settle(group.sender, sequence, decision, min_sequence=min_sequence):
+        group_number = group.group_number
+        min_group_number = group.min_group_number
+        if self.ledger.settle(
+            group.sender, group_number, decision, min_group_number=min_group_number
+        ):
             return decision
         self.duplicates += 1
         return "duplicate"
@@ -103,7 +106,7 @@ def staleness(group: RolloutGroup, *, step: int) -> int:
 class Ledger:
     """The settled groups of each sender, and the number of groups with each outcome.
 
-    Groups can arrive out of order. All groups of a sender up to sequence number `settled(sender)`
+    Groups can arrive out of order. All groups of a sender up to group number `settled(sender)`
     are settled, and perhaps some later ones, above a gap. Every settled group has exactly one
     outcome, so the outcomes sum to `total`.
     """
@@ -113,30 +116,32 @@ class Ledger:
         senders: Mapping[str, tuple[int, list[int]]] = saved["senders"]
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
         self._forgotten = int(saved["forgotten"])  # settled groups of senders dropped from memory
-        # Two dicts by sender, the least recently active sender first: the sequence up to which all
-        # groups are settled, and the settled sequences above a gap (only for senders with a gap).
+        # Two dicts by sender, the least recently active sender first: the number up to which all
+        # groups are settled, and the settled numbers above a gap (only for senders with a gap).
         self._settled = {sender: settled for sender, (settled, _) in senders.items()}
         self._above = {sender: set(above) for sender, (_, above) in senders.items() if above}
         self._num_above = sum(map(len, self._above.values()))
 
-    def settle(self, sender: str, sequence: int, outcome: str, *, min_sequence: int = 0) -> bool:
+    def settle(
+        self, sender: str, group_number: int, outcome: str, *, min_group_number: int = 0
+    ) -> bool:
         """Record the outcome of a group; returns False, and changes nothing, for a duplicate.
 
-        The sender never sends groups below `min_sequence` again, so those that have not arrived
+        The sender never sends groups below `min_group_number` again, so those that have not arrived
         become lost.
         """
         settled = self.settled(sender)
         above = self._above.get(sender, set())
-        if sequence <= settled or sequence in above:
+        if group_number <= settled or group_number in above:
             return False
         self.outcomes[outcome] += 1
-        above = above | {sequence}
+        above = above | {group_number}
         if len(above) > MAX_ABOVE:  # close the first gap
-            min_sequence = max(min_sequence, min(above))
-        if min_sequence > settled + 1:
-            passed = {number for number in above if number < min_sequence}
-            self._count_lost(min_sequence - settled - 1 - len(passed))
-            settled = min_sequence - 1
+            min_group_number = max(min_group_number, min(above))
+        if min_group_number > settled + 1:
+            passed = {number for number in above if number < min_group_number}
+            self._count_lost(min_group_number - settled - 1 - len(passed))
+            settled = min_group_number - 1
             above = above - passed
         while settled + 1 in above:
             settled += 1
@@ -150,21 +155,21 @@ class Ledger:
         self._limit_memory()
         return True
 
-    def is_plausible(self, sender: str, sequence: int) -> bool:
-        """False if the sequence is more than MAX_JUMP above the sender's highest."""
-        return sequence - self.highest(sender) <= MAX_JUMP
+    def is_plausible(self, sender: str, group_number: int) -> bool:
+        """False if the group_number is more than MAX_JUMP above the sender's highest."""
+        return group_number - self.highest(sender) <= MAX_JUMP
 
     @property
     def made(self) -> int:
-        """Number of groups produced by all senders, by their highest sequences."""
+        """Number of groups produced by all senders, by their highest group numbers."""
         return self._forgotten + sum(self.highest(sender) + 1 for sender in self._settled)
 
     def settled(self, sender: str) -> int:
-        """The sequence up to which all of the sender's groups are settled, or -1."""
+        """The group_number up to which all of the sender's groups are settled, or -1."""
         return self._settled.get(sender, -1)
 
     def highest(self, sender: str) -> int:
-        """The sender's highest settled sequence; greater than `settled` if there is a gap."""
+        """The sender's highest settled group_number; greater than `settled` if there is a gap."""
         return max(self._above.get(sender, ()), default=self.settled(sender))
 
     @property
@@ -175,7 +180,7 @@ class Ledger:
     @property
     def total(self) -> int:
         """Number of settled groups of all senders."""
-        settled = sum(sequence + 1 for sequence in self._settled.values())
+        settled = sum(group_number + 1 for group_number in self._settled.values())
         return self._forgotten + settled + self._num_above
 
     def saved(self) -> dict[str, Any]:
@@ -202,7 +207,7 @@ class Ledger:
         return ledger
 
     def _pop_above(self, sender: str) -> set[int]:
-        """Remove and return the sender's settled sequences above a gap."""
+        """Remove and return the sender's settled group numbers above a gap."""
         above = self._above.pop(sender, set())
         self._num_above -= len(above)
         return above

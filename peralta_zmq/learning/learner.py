@@ -1,6 +1,8 @@
 """Training of the policy on groups of rollouts.
 
     learner.add(groups)             # as often as groups arrive
+    while learner.compute():        # optional: a micro-batch that the groups fill
+        ...                         # other work of the caller
     result = learner.finish_step()
 
 A training step filters the rollouts and computes advantages (advantages.py), packs them into
@@ -8,9 +10,9 @@ micro-batches (packing.py), computes the logprobs of reference models, and updat
 (update.py). It has train.num_minibatches updates, each on a share of its groups, and repeats them
 train.num_iterations times.
 
-`add` computes the micro-batches that the groups fill, so that few are left when the last group of
-the step arrives. The micro-batches depend only on the groups and their order, not on the time at
-which they arrive: a restarted trainer that repeats the step computes the same bits.
+`compute` leaves few micro-batches for the time after the last group has arrived. They depend only
+on the groups and their order, not on the time at which they arrive: a restarted trainer that
+repeats the step computes the same bits.
 
 An update whose gradient is not finite is skipped; a step with a skipped update counts as skipped.
 """
@@ -18,7 +20,7 @@ An update whose gradient is not finite is skipped; a step with a skipped update 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,7 +90,7 @@ class LearnerSettings:
     num_iterations: int = 1  # updates on each mini-batch
     keep_zero_std: bool = False  # train also on groups in which all rewards are equal
     divisor: Divisor | None = None
-    """The total over the step by which the loss divides, if `add` may compute micro-batches before
+    """The total over the step by which the loss divides, if micro-batches may be computed before
     all groups of a step are there; None if a step needs all of its groups first."""
 
 
@@ -113,7 +115,9 @@ class StepInProgress:
 
     groups: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
     advantages: list[list[Advantage]] = field(default_factory=list[list[Advantage]])  # by group
-    samples: list[PackedSample] = field(default_factory=list[PackedSample])  # not computed yet
+    samples: list[PackedSample] = field(default_factory=list[PackedSample])  # in no micro-batch yet
+    full: deque[list[PackedSample]] = field(default_factory=deque[list[PackedSample]])
+    """Full micro-batches that are not computed yet."""
     num_sampled: int = 0  # groups that have samples, computed or not
     metrics: Counter[str] = field(default_factory=Counter[str])  # of `pack_groups`
     num_detected: Counter[str] = field(default_factory=Counter[str])  # of `apply_filters`
@@ -192,7 +196,7 @@ class Learner:
         return self.finish_step(repeated=repeated)
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
-        """Add groups to step `self.step + 1`, and compute the micro-batches that they fill.
+        """Add groups to step `self.step + 1`, and divide them into full micro-batches.
 
         Only keeps the groups for `finish_step` if `LearnerSettings.divisor` is None.
         """
@@ -206,8 +210,31 @@ class Learner:
             for group in groups:
                 self._pack([group])
                 while indices := full_micro_batch(current.samples, self._settings.packing):
-                    self._compute(indices)
+                    current.full.append([current.samples[index] for index in indices])
+                    remaining = set(range(len(current.samples))).difference(indices)
+                    current.samples = [current.samples[index] for index in sorted(remaining)]
         current.seconds += time.monotonic() - started
+
+    def compute(self) -> bool:
+        """Add the gradient of the oldest full micro-batch; False if there is none."""
+        settings = self._settings
+        current = self._current
+        if not current.full:
+            return False
+        started = time.monotonic()
+        if current.random_state is None:
+            current.random_state = torch.get_rng_state()
+        batch = to_micro_batch(current.full.popleft(), settings.packing, self._device)
+        (batch,) = self._with_reference_logprobs([batch])
+        computed = add_gradient(
+            batch,
+            loss=settings.loss,
+            compute_logprobs=self._compute_logprobs,
+            compute_with_entropy=self._compute_with_entropy,
+        )
+        current.computed.append(computed)
+        current.seconds += time.monotonic() - started
+        return True
 
     def finish_step(self, *, repeated: adamw.UpdateSettings | None = None) -> StepResult:
         """Take step `self.step + 1` on the added groups.
@@ -217,6 +244,8 @@ class Learner:
         TrainingError at the third consecutive skipped step, but never in a repeated step, because
         then every restart would fail.
         """
+        while self.compute():
+            pass
         started = time.monotonic()
         numbers = self.next_update if repeated is None else repeated
         self.step += 1
@@ -298,25 +327,6 @@ class Learner:
         current.num_sampled = samples[-1].group + 1 if samples else current.num_sampled
         current.metrics.update(metrics)
         current.num_detected.update(num_detected)
-
-    def _compute(self, indices: Sequence[int]) -> None:
-        """Add the gradient of the micro-batch of these samples."""
-        settings = self._settings
-        current = self._current
-        if current.random_state is None:
-            current.random_state = torch.get_rng_state()
-        chosen = [current.samples[index] for index in indices]
-        batch = to_micro_batch(chosen, settings.packing, self._device)
-        (batch,) = self._with_reference_logprobs([batch])
-        computed = add_gradient(
-            batch,
-            loss=settings.loss,
-            compute_logprobs=self._compute_logprobs,
-            compute_with_entropy=self._compute_with_entropy,
-        )
-        current.computed.append(computed)
-        remaining = set(range(len(current.samples))).difference(indices)
-        current.samples = [current.samples[index] for index in sorted(remaining)]
 
     def _mini_batches(
         self, samples: Sequence[PackedSample]

@@ -1,9 +1,7 @@
 """Checkpoints: the state of the trainer after a step, as safetensors and JSON.
 
-`checkpoints/step_N` has the tensors, the progress (JSON) and a manifest with the sha256 of each
-file. The folder is written under a temporary name and then renamed, so a kill never leaves a
-half-written checkpoint. The journal is the log of received groups of rollouts: a restart restores
-the newest checkpoint and trains the later steps again from the journal.
+A folder is written under a temporary name and then renamed, so a kill never leaves a half-written
+checkpoint.
 """
 
 from __future__ import annotations
@@ -52,21 +50,20 @@ class CheckpointWriter:
         self.update_progress()
 
     def update_progress(self) -> None:
-        """Copy the progress for the next checkpoint. Call it right after each step.
+        """Copy the progress for the next checkpoint, right after each step.
 
-        Groups that arrive after the copy belong to the next step.
+        Later groups belong to the next.
         """
         self._ledger = self._collector.admission.ledger.copy()
         self._progress = {
             **self._collector.state(),
             **self._policy.manifest_fields,
-            "arithmetic": dict(self._policy.arithmetic),
         }
 
     def try_write(self) -> None:
-        """Write a checkpoint of the newest step; a failure is reported, not raised.
+        """Write a checkpoint of the newest step; a failure is reported.
 
-        Without the checkpoint a restart trains more steps again from the journal.
+        The journal has the steps.
         """
         try:
             self.write()
@@ -76,10 +73,10 @@ class CheckpointWriter:
             run_log.note(f"{error}; the journal still holds everything")
 
     def write(self) -> None:
-        """Write a checkpoint of the newest step unless there is one; prune older ones.
+        """Write a checkpoint of the newest step unless there is one.
 
-        Prunes the journal too, unless checkpoint.keep_journal is set. Raises OutageError if
-        checkpoints cannot be written or listed, WireError if another trainer continues the run.
+        Prune older ones, and the journal. Raises OutageError, and WireError if another trainer
+        continues the run.
         """
         learner = self._policy.learner
         settings = self._session.config.checkpoint
@@ -127,8 +124,7 @@ def prune(
 ) -> None:
     """Remove old checkpoints of step `oldest` or later.
 
-    Keeps the newest `keep_last`, and those whose step is a multiple of `keep_interval`. If both are
-    None, all checkpoints stay. The newest checkpoint always stays.
+    The newest stays, and all without a rule.
     """
     if keep_last is None and keep_interval is None:
         return
@@ -146,9 +142,8 @@ def newest(
 ) -> Checkpoint | None:
     """Read the newest valid checkpoint up to step `until`; None if there is none.
 
-    A checkpoint is valid if its files have the sizes and sha256 of its manifest. Raises
-    JournalError if the checkpoint belongs to another run. If there are checkpoints but none is
-    valid, raises OutageError if at least one could not be read, else JournalError with `way_back`.
+    Raises JournalError if it belongs to another run. If none of several is valid, raises
+    OutageError if one could not be read, else JournalError with `way_back`.
     """
     checkpoints = atomic_files.steps_in(folder)
     paths = [path for step, path in checkpoints.items() if until is None or step <= until]
@@ -178,10 +173,7 @@ def newest(
 
 
 def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
-    """Read the checkpoint in folder `path` and verify its files.
-
-    Raises OSError if a file cannot be read, an exception of MALFORMED if it is damaged or missing.
-    """
+    """Read and verify a checkpoint. Raises OSError, or an exception of MALFORMED."""
     text = b"".join(atomic_files.read_verified(path, PROGRESS, manifest))
     progress = atomic_files.parse_object(text)
     for _ in atomic_files.read_verified(path, TENSORS, manifest):
@@ -193,11 +185,7 @@ def _read(path: Path, manifest: atomic_files.Manifest) -> Checkpoint:
 def restore(
     learner: PolicyLearner, checkpoint: Checkpoint, *, run_folder: Path, remedy: str
 ) -> None:
-    """Restore the learner's weights, optimizer and RNG from the checkpoint.
-
-    Raises JournalError, ending in `remedy`, if the checkpoint has other tensors than the learner,
-    because the settings name another model or optimizer than the checkpoint's.
-    """
+    """Restore weights, optimizer and RNG; JournalError that ends in `remedy` if they do not fit."""
     try:
         learner.restore(checkpoint.step, checkpoint.tensors)
     except ValueError as error:

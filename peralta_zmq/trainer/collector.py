@@ -1,17 +1,15 @@
 """Batch collection: receive groups until a batch is full, and journal each group.
 
-The states of a group:
+The states of a group, which announcements acknowledge to its sender:
 
-    received  read from the socket, decoded and validated
+    received  read from the socket, decoded and validated; or lost: it will never arrive
     settled   it has an outcome, such as "trained" or "stale" (learning/admission.py), by which it
               is either admitted to the batch or dropped; the ledger counts the outcomes
     durable   the journal (a write-ahead log) on disk has its frame, or the outcome of a dropped one
     consumed  its training step has begun; a dropped group is consumed at once
 
-A received group is settled and journaled at once, except duplicates and refused groups. A group
-that will never arrive is settled as "lost" and then acknowledged like a received one. A commit
-makes many groups durable with one fsync. Announcements acknowledge to each sender which of its
-groups are received, durable and consumed.
+A received group is settled and journaled at once, except duplicates and refused groups. A commit
+makes many groups durable with one fsync.
 """
 
 from __future__ import annotations
@@ -30,51 +28,48 @@ from peralta_zmq.errors import WireError, program_name
 from peralta_zmq.learning import admission as admissions
 from peralta_zmq.learning.admission import ADMITTED, Admission, AdmissionDecision
 from peralta_zmq.learning.optimizer import UpdateSettings
-from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import (
     BEGUN,
     DROPPED,
-    LEASED,
+    RANGES,
     DroppedGroup,
     Journal,
     encode_number,
     encode_update,
 )
-from peralta_zmq.trainer.sample_leases import SampleLeases, lease_size
+from peralta_zmq.trainer.sample_ranges import Curriculum, range_size
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session
 
-# A commit is due after this number of groups or seconds, whichever comes first. Larger limits save
-# fsyncs, but each generator must keep its groups longer, because it may have to resend every group
-# that is not durable yet.
-COMMIT_GROUPS, COMMIT_SECONDS = 32, 0.5
-RECEIVE_SECONDS = 0.005  # wait for a group; an announcement may follow each wait
 IDLE_SECONDS = 0.2  # wait for a group while there is nothing else to do
-MAINTENANCE_SECONDS = 1.0  # longest time between two yields of `groups`, also while all are dropped
 # An announcement is a message to all n live senders and lists all of them, so its cost is O(n^2).
 # Those that only acknowledge groups are ACKNOWLEDGE_FACTOR * n^2 seconds apart: 20 ms for n = 100.
 ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
-WARNING_SECONDS = 20.0  # interval of warnings while no group arrives, or only mismatched ones
-SUPPLY_STEPS = 4  # newest steps whose groups show which generators supply the run
-# Dropped groups in the journal of one step, which can take long: a sender must not fill the disk
-# or the memory of a restart. After a restart, further ones count as lost.
-MAX_DROPPED = 1 << 16
 MAX_SUPPLIERS = 1024  # suppliers named in an announcement, which has a maximum size
-MAX_KEPT = 256  # training groups that wait in memory while an evaluation is awaited
 MAX_SHOWN = 32  # dropped groups of a step that are kept for samples.jsonl
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorLimits:
+    """When a commit is due, and how many dropped groups are journaled."""
+
+    # Larger limits save fsyncs, but each generator must keep its groups longer.
+    commit_groups: int = 32
+    commit_seconds: float = 0.5
+    # Dropped groups in the journal of one step, which can take long: a sender must not fill the
+    # disk or the memory of a restart. After a restart, further ones count as lost.
+    max_dropped: int = 1 << 16
 
 
 class BatchCollector:
     """Collects the batch of one training step at a time.
 
-    Attributes: `batch` holds the groups admitted so far, `begun` the BEGUN record that was read
-    from the journal with it. Of the current step: `started_step` is its number once its batch is
-    full; `queue_depth` is the number of groups that were received before the queue was empty for
-    the first time; `journal_seconds` is the time spent on journal commits; `dropped` has the first
-    MAX_SHOWN groups that were dropped, with their outcomes. `session` has the settings and the run
-    log.
+    `begun` is the BEGUN record that was read from the journal with the `batch`. Of the current
+    step: `started_step` is its number once its batch is full; `queue_depth` counts the groups
+    received before the queue was first empty; `dropped` has the first MAX_SHOWN dropped groups with
+    their outcomes.
     """
 
     def __init__(
@@ -85,9 +80,8 @@ class BatchCollector:
         generators: GeneratorRegistry,
         pools: DifficultyPools,
         evaluations: EvaluationCoordinator,
+        limits: CollectorLimits = CollectorLimits(),
     ) -> None:
-        train = session.config.train
-        curriculum = session.config.curriculum
         self.batch: list[RolloutGroup] = []
         self.begun: UpdateSettings | None = None
         self.started_step = 0
@@ -95,18 +89,19 @@ class BatchCollector:
         self.journal_seconds = 0.0
         self.dropped: list[tuple[RolloutGroup, str]] = []
         self.journal = journal
+        self.session = session
+        self.limits = limits
         self.admission = Admission(
-            train.staleness_limit,
-            online_difficulty_filtering=curriculum.online_difficulty_filtering,
+            session.config.train.staleness_limit,
+            online_difficulty_filtering=session.config.curriculum.online_difficulty_filtering,
         )
         self.curriculum = Curriculum(pools, session.run_log)
         self.acknowledgements = Acknowledgements(
             session.announcer, self.admission, generators, self.curriculum
         )
-        self.session = session
-        self._receiver = receiver
+        self.receiver = receiver
         self._generators = generators
-        self._evaluations = evaluations
+        self.evaluations = evaluations
         self._size = 0  # of the batch, in rollouts or tokens (see step_size)
         self._num_dropped = 0  # groups dropped since the newest batch was taken
         self._is_queued = True  # the queue has not been empty since `groups` was called
@@ -121,11 +116,9 @@ class BatchCollector:
     def groups(self, step: int, update: UpdateSettings) -> Iterator[list[RolloutGroup]]:
         """Yield the groups of the batch of `step` as they arrive, until the batch is full.
 
-        Yields all groups that have been admitted whenever no further group waits to be read, and
-        an empty list if none arrives for a while. Ends earlier if a stop is requested; then
+        Yields an empty list if none arrives for a while. Ends earlier if a stop is requested; then
         `started_step` is not `step`. The journal records `update`, the numbers that the step is
-        trained with. Its last commit continues in the background while the step computes; the
-        caller must call `commit`, which waits for its end.
+        trained with. Its last commit continues in the background; the caller must call `commit`.
         """
         self.dropped = []
         self.journal_seconds = 0.0
@@ -134,7 +127,7 @@ class BatchCollector:
         arrived = [*self.batch]
         last_group = last_warning = last_idle = time.monotonic()
         while not self.is_full:
-            self.lease_samples(step)
+            self.grant_ranges(step)
             if self.session.stop.requested:
                 return
             received = self._receive(step, waits=not arrived)
@@ -145,7 +138,7 @@ class BatchCollector:
                 now = time.monotonic()
                 if decision != "mismatched":
                     last_group = last_warning = now
-                if not arrived and now - last_idle >= MAINTENANCE_SECONDS:
+                if not arrived and now - last_idle >= 1.0:
                     last_idle = now
                     yield []  # however many groups are dropped
             elif arrived:
@@ -156,9 +149,9 @@ class BatchCollector:
                 last_group = last_warning = time.monotonic()
             else:
                 self.commit()
-                if (now := time.monotonic()) - last_warning >= WARNING_SECONDS:
+                if (now := time.monotonic()) - last_warning >= 20.0:
                     last_warning = now
-                    self._warn_without_rollouts(now - last_group)
+                    self.session.run_log.wait(self._no_rollouts_text(now - last_group))
                 yield []
         self.journal.append(step, encode_update(update), BEGUN)
         self.journal.begin_commit()
@@ -168,9 +161,8 @@ class BatchCollector:
         yield arrived
 
     def _receive(self, step: int, *, waits: bool) -> tuple[RolloutGroup, bytes] | None:
-        """The next group with its frame; None if there is none, with `waits` after IDLE_SECONDS."""
         received = self._kept.popleft() if self._kept else None
-        received = received or self._receiver.receive(timeout=RECEIVE_SECONDS)
+        received = received or self.receiver.receive(timeout=0.005)
         if received is not None:
             self.queue_depth += self._is_queued
             return received
@@ -179,41 +171,47 @@ class BatchCollector:
         if not waits:
             return None
         is_first = not self._generators.has_status  # a first status asks for work
-        return self._receiver.receive(timeout=IDLE_SECONDS / 10 if is_first else IDLE_SECONDS)
+        return self.receiver.receive(timeout=IDLE_SECONDS / 10 if is_first else IDLE_SECONDS)
 
-    def lease_samples(self, step: int) -> bool:
-        """Receive statuses, and grant a sample lease to each sender that asks for one.
+    def serve(self, step: int) -> None:
+        """Grant sample ranges and acknowledge groups between two computations of `step`."""
+        if self.started_step < step:  # otherwise a commit is in progress
+            self.grant_ranges(step)
+            self._commit_and_acknowledge_if_due(step, is_computing=True)
 
-        Returns True if a lease was granted. It is in the journal of `step` before it is announced,
-        so that a restarted trainer does not grant its samples again.
+    def grant_ranges(self, step: int) -> bool:
+        """Receive statuses, and grant a sample range to each sender that asks.
+
+        True if one was granted. It is in the journal of `step` before it is announced, so that a
+        restarted trainer does not grant its samples again.
         """
-        leases = self.curriculum.leases
-        senders = leases.requests(self._generators.receive_status(step=step))
+        ranges = self.curriculum.ranges
+        senders = ranges.requests(self._generators.receive_status(step=step))
         if not senders or self.admission.is_over:
             return False
         sizes = self.curriculum.pools.sizes()
         suppliers = self.acknowledgements.suppliers
-        num_samples = lease_size(
+        num_samples = range_size(
             self.session.config,
             groups_in_step=self.acknowledgements.groups_in_step,
             num_generators=len(suppliers or self._generators.live()),
             fraction_in_use=sizes["normal"] / max(1, sum(sizes.values())),
         )
-        leases.grant(senders, num_samples)
-        self.journal.append(step, encode_number(leases.next_index), LEASED)
+        ranges.grant(senders, num_samples)
+        self.journal.append(step, encode_number(ranges.next_index), RANGES)
         self.commit()
         return True
 
     def receive_answers(self, step: int) -> None:
         """Receive the groups that have arrived during an evaluation before `step`.
 
-        Answers go to the evaluation. Training groups fill the batch of `step`; further ones wait
-        for `groups`. After the last step, they are dropped.
+        Training groups fill the batch of `step`; further ones wait for `groups`, or are dropped
+        after the last step.
         """
-        if self.lease_samples(step):
+        if self.grant_ranges(step):
             self.acknowledgements.publish(step - 1, started_step=step - 1)
-        while len(self._kept) < MAX_KEPT:
-            if (received := self._receiver.receive(timeout=0.0)) is None:
+        while len(self._kept) < 256:  # groups in memory
+            if (received := self.receiver.receive(timeout=0.0)) is None:
                 break
             is_for_training = received[0].evaluation_step is None
             if is_for_training and self.is_full and not self.admission.is_over:
@@ -235,14 +233,14 @@ class BatchCollector:
     def add(self, group: RolloutGroup, frame: bytes, *, step: int) -> AdmissionDecision:
         """Admit a received group to the batch or drop it; journal the group or the drop.
 
-        Two kinds of groups are ignored after they are counted as refused: those with an
-        implausibly large sequence, and those with invalid rollouts from an unknown sender.
+        Groups with an implausible number, and invalid ones of an unknown sender, are only counted.
         """
         failpoint("trainer.received")  # a test can kill the process here
         sender = group.sender
         ledger = self.admission.ledger
-        if not ledger.is_plausible(sender, group.sequence):
-            self._receiver.refuse(WireError(f"sequence jumps by more than {admissions.MAX_JUMP}"))
+        if not ledger.is_plausible(sender, group.group_number):
+            reason = f"group number jumps by more than {admissions.MAX_JUMP}"
+            self.receiver.refuse(WireError(reason))
             return "invalid"
         if group.rollouts:
             self._generators.add_group(sender, step=step)
@@ -262,39 +260,40 @@ class BatchCollector:
         return decision
 
     def _drop(self, group: RolloutGroup, reason: AdmissionDecision, *, step: int) -> None:
-        """Record a dropped group in run log, curriculum, counts and journal."""
         sender = group.sender
-        sequence = group.sequence
         if reason == "evaluated":  # completions of a held-out problem
-            self._evaluations.receive(group)
+            self.evaluations.receive(group)
         elif reason != "filtered" and not self.admission.is_over:
             age = admissions.staleness(group, step=step)
-            fields = {"sender": sender, "sequence": sequence, "outcome": reason}
+            fields = {"sender": sender, "group_number": group.group_number, "outcome": reason}
             self.session.run_log.event("drop", **fields, step=step, staleness=age)
         if group.rollouts and reason != "evaluated" and len(self.dropped) < MAX_SHOWN:
             self.dropped.append((group, reason))
         self.curriculum.update(group, reason)
         if reason == "evaluated" or not self.admission.is_over:  # else the sender would make more
-            self.acknowledgements.add_consumed(sender)
+            self.acknowledgements.consumed[sender] += 1
         dropped = DroppedGroup.of(group, reason)
         # A restart needs the problem of a filtered group to update the difficulty pools again.
         if reason == "filtered" and group.problem_id in self.curriculum.pools:
             dropped = replace(dropped, problem_id=group.problem_id, mean_reward=group.mean_reward)
         self._num_dropped += 1
-        if self._num_dropped <= MAX_DROPPED:
+        if self._num_dropped <= self.limits.max_dropped:
             self.journal.append(step, dropped.encode(), DROPPED)
 
-    def _commit_and_acknowledge_if_due(self, step: int) -> None:
-        if self.journal.num_waiting >= COMMIT_GROUPS or self.journal.waited >= COMMIT_SECONDS:
+    def _commit_and_acknowledge_if_due(self, step: int, *, is_computing: bool = False) -> None:
+        if (
+            self.journal.num_waiting >= self.limits.commit_groups
+            or self.journal.waited >= self.limits.commit_seconds
+        ):
             self.commit()
         if time.monotonic() >= self.acknowledgements.next_publish:
-            is_waiting = not (self.is_full or self.admission.is_over)
+            is_waiting = not (self.is_full or self.admission.is_over or is_computing)
             self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=is_waiting)
 
     def commit(self) -> None:
-        """Make all journaled groups durable; report and retry if the disk fails.
+        """Make all journaled groups durable, retrying while the disk fails.
 
-        Raises OutageError if a stop is requested during the retries.
+        Raises OutageError on a stop.
         """
         started = time.monotonic()
         if self.session.wait_out(self.journal.commit):  # False if no record was waiting
@@ -315,7 +314,7 @@ class BatchCollector:
         return {
             "duplicates": self.admission.duplicates,
             "pools": self.curriculum.pools.saved(),
-            "next_sample_index": self.curriculum.leases.next_index,
+            "next_sample_index": self.curriculum.ranges.next_index,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -323,15 +322,11 @@ class BatchCollector:
         self.admission.ledger = admissions.Ledger(state["ledger"])
         self.admission.duplicates = state["duplicates"]
         self.curriculum.pools.restore(state["pools"])
-        self.curriculum.leases.next_index = state["next_sample_index"]
+        self.curriculum.ranges.next_index = state["next_sample_index"]
         self.acknowledgements.begin_step([])
 
     def accounting(self) -> dict[str, int]:
-        """Number of groups by outcome.
-
-        `made` counts all groups that generators made, `in_flight` those without an outcome yet.
-        `duplicates` counts groups that were received again; `made` does not include them.
-        """
+        """Number of groups by outcome, of all that generators `made`, and of those `in_flight`."""
         ledger = self.admission.ledger
         made = ledger.made + self._generators.num_outstanding(ledger)
         # Not less than the number in the summary of an earlier session.
@@ -344,9 +339,9 @@ class BatchCollector:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Number of dropped groups by reason since the run began, and sizes of the pools.
+        """Number of dropped groups by reason since the run began (invalid: since the start).
 
-        `dropped/invalid` counts refused messages, since the last start of the trainer.
+        Pool sizes.
         """
         outcomes = self.admission.ledger.outcomes
         pools = self.curriculum.pools
@@ -354,91 +349,57 @@ class BatchCollector:
         return {
             **{f"dropped/{reason}": outcomes[reason] for reason in reasons},
             "dropped/duplicate": self.admission.duplicates,
-            "dropped/invalid": sum(self._receiver.refused.values()),
+            "dropped/invalid": sum(self.receiver.refused.values()),
             **{f"curriculum/{pool}": size for pool, size in pools.sizes().items() if pools.active},
         }
 
-    def _warn_without_rollouts(self, seconds: float) -> None:
-        """Warn that for `seconds` no group arrived, or only mismatched ones."""
+    def _no_rollouts_text(self, seconds: float) -> str:
         dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
         live = sorted({sender.name for sender in self._generators.live()})
-        self.session.run_log.wait(no_rollouts_text(seconds, self._receiver.address, dropped, live))
-
-
-@dataclass(slots=True)
-class Curriculum:
-    """Difficulty pools and sample leases, which received groups update.
-
-    The sample index numbers all groups that the run samples. It determines the problem. Leases
-    divide the indices between the generators. Difficulty pools hold the problems that are excluded
-    from sampling because they are too easy or too hard.
-    """
-
-    pools: DifficultyPools
-    run_log: RunLog
-    leases: SampleLeases = field(default_factory=SampleLeases)
-
-    def update(self, group: RolloutGroup | DroppedGroup, outcome: str) -> None:
-        """Update the state with one group, just received or read from the journal."""
-        if group.sample_index is not None:
-            self.leases.advance(group.sample_index + 1)
-        if outcome in (*ADMITTED, "filtered"):
-            num_returned = self.pools.update(group.problem_id, group.mean_reward)
-            if num_returned and self.run_log.event("pool_refilled", problems=num_returned):
-                self.run_log.note(
-                    "no problem is left between curriculum.hard_threshold and easy_threshold; "
-                    f"all {num_returned} are sampled again"
-                )
+        return no_rollouts_text(seconds, self.receiver.address, dropped, live)
 
 
 @dataclass(slots=True)
 class Acknowledgements:
-    """Announces which groups of each live sender are received, durable and consumed.
-
-    The table in the module's docstring defines these states.
-    """
+    """Announces which groups of each live sender are received, durable and consumed."""
 
     announcer: ProgressAnnouncer
     admission: Admission
     generators: GeneratorRegistry
     curriculum: Curriculum
     durable: dict[str, int] = field(default_factory=dict[str, int])
-    """Sender -> sequence up to which all its groups are durable."""
-    consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """Sender -> number of its consumed groups, minus 1; -1 = none. A number, not a sequence,
-    because a group can be dropped, and so consumed, before earlier groups."""
+    """Sender -> number of its groups before the first one that is not durable."""
+    consumed: Counter[str] = field(default_factory=Counter[str])
+    """Sender -> number of its consumed groups: one can be dropped, and so consumed, before earlier
+    ones are."""
     groups_in_step: int = 0  # groups in the batch of the newest step
-    supplied: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=SUPPLY_STEPS))
+    supplied: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=4))
     """For each of the newest steps: generator -> number of its groups in the batch."""
     next_publish: float = 0.0  # monotonic seconds: earliest time of the next announcement
 
     def publish(
         self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
     ) -> None:
-        """Announce the trainer's progress, and acknowledge the groups of all live senders.
-
-        `step` is the newest completed step, `started_step` the newest started step. `waiting` means
-        that the trainer waits for groups, `done` that the run is complete.
-        """
+        """Announce the trainer's progress, and acknowledge the groups of all live senders."""
         ledger = self.admission.ledger
         senders = self.generators.live()
         live = [sender.id for sender in senders]
-        leases = {sender.id: sender.lease for sender in senders if sender.lease}
+        ranges = {sender.id: sender.sample_range for sender in senders if sender.sample_range}
         self.announcer.publish(
             step=step,
             started_step=started_step,
-            received={sender: ledger.settled(sender) for sender in live},
-            durable={sender: self.durable.get(sender, -1) for sender in live},
-            highest_received={sender: ledger.highest(sender) for sender in live},
-            consumed={sender: self.consumed.get(sender, -1) for sender in live},
+            received={sender: ledger.settled(sender) + 1 for sender in live},
+            durable={sender: self.durable.get(sender, 0) for sender in live},
+            received_end={sender: ledger.highest(sender) + 1 for sender in live},
+            consumed={sender: self.consumed[sender] for sender in live},
             suppliers=dict(self.suppliers.most_common(MAX_SUPPLIERS)),
             without_status=self.generators.without_status(),
             waiting=waiting,
             done=done,
             groups_in_step=self.groups_in_step,
-            next_sample_index=self.curriculum.leases.next_index,
-            lease_starts={sender: lease.start for sender, lease in leases.items()},
-            lease_ends={sender: lease.stop for sender, lease in leases.items()},
+            next_sample_index=self.curriculum.ranges.next_index,
+            range_starts={sender: samples.start for sender, samples in ranges.items()},
+            range_ends={sender: samples.stop for sender, samples in ranges.items()},
             excluded=self.curriculum.pools.excluded,
         )
         seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_FACTOR * len(live) ** 2)
@@ -450,31 +411,28 @@ class Acknowledgements:
         return sum(self.supplied, Counter[str]())
 
     def begin_step(self, groups: Sequence[RolloutGroup]) -> None:
-        """Count the groups of each sender up to the first missing one as consumed.
+        """Begin the step of this batch.
 
-        `groups` is the batch of the step that begins.
+        Groups up to the first missing one of each sender are consumed.
         """
-        self.consumed = self.admission.ledger.settled_by_sender
+        self.consumed = Counter(self._settled())
         self.groups_in_step = len(groups)
         self.supplied.append(Counter(group.generator_id for group in groups))
 
-    def add_consumed(self, sender: str) -> None:
-        """Count one dropped group as consumed."""
-        self.consumed[sender] = self.consumed.get(sender, -1) + 1
-
     def mark_durable(self) -> None:
         """Count the groups of each sender up to the first missing one as durable."""
-        self.durable = self.admission.ledger.settled_by_sender
+        self.durable = self._settled()
+
+    def _settled(self) -> dict[str, int]:
+        """Sender -> number of its groups before the first one without an outcome."""
+        settled = self.admission.ledger.settled_by_sender
+        return {sender: last + 1 for sender, last in settled.items()}
 
 
 def no_rollouts_text(
     seconds: float, address: str, dropped: Sequence[str], live: Sequence[str]
 ) -> str:
-    """Text of the warning that no group arrives, or only mismatched ones.
-
-    `dropped` has the names of generators whose groups are dropped for their logprob mismatch,
-    `live` those of all generators that send messages.
-    """
+    """The warning that no group arrives, or only those of `dropped` generators (mismatched)."""
     if sampling := [name for name in live if name not in dropped]:
         names = ", ".join(sampling)
         return f"no rollouts for {seconds:.0f} s: no group of {names} is complete yet"

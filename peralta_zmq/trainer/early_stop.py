@@ -23,8 +23,7 @@ METRICS = {
 class EarlyStop:
     """Counts consecutive steps beyond each limit in this session of the trainer.
 
-    `reason` is the last message of the run, and empty while no limit has been exceeded for
-    `patience` steps.
+    `reason` is empty until a limit has been exceeded for `patience` steps.
     """
 
     settings: EarlyStopSection
@@ -50,6 +49,6 @@ class EarlyStop:
                 )
 
     def raise_if_reached(self) -> None:
-        """Raise TrainingError with the reason if a limit has ended the session."""
+        """Raise TrainingError if a limit has ended the session."""
         if self.reason:
             raise TrainingError(self.reason)

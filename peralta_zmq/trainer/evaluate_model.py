@@ -1,8 +1,4 @@
-"""Program bin/evaluate: answer the held-out problems with a model, without training.
-
-The model is a folder or a name, or the weights of a step of a run. It is opened with the engine of
-a generator, and evaluated as the trainer does it.
-"""
+"""Program bin/evaluate: answer the held-out problems with a model or with the weights of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from peralta_zmq.errors import ConfigError, printable, program_name
 from peralta_zmq.observe.metrics import format_number
 from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import CUT_OFF, Answer, Problem
-from peralta_zmq.trainer.answers import Answering
+from peralta_zmq.trainer.evaluation import Answering
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore, version_of_step
 from peralta_zmq.weights.subscriber import PendingWeights
@@ -34,16 +30,11 @@ from peralta_zmq.weights.tensor_set import FileTensors
 from peralta_zmq.weights.version import WEIGHTS_FILE
 
 PROGRAM = program_name("evaluate")
-NUM_SAMPLES = 4  # answers that are printed
 TITLE_WIDTH = 12  # columns before the texts of an answer
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Evaluate and print the results.
-
-    Raises ConfigError for a wrong model or setting, StoreError if a run has no weights of the step,
-    TaskError if the problems cannot be used or no reward can be computed.
-    """
+    """Evaluate and print the results. Raises ConfigError, StoreError or TaskError."""
     target, step, settings = evaluate_options(arguments)
     title, results = evaluate_target(target, step, settings)
     sys.stdout.write(printable(report_text(title, results), keep="\n"))
@@ -95,7 +86,7 @@ def open_target(
 def answer_all(
     config: Config, engine: registry.Engine, tokenizer: models.Tokenizer, held_out: Environments
 ) -> list[tuple[Problem, list[Answer]]]:
-    """Return the held-out problems with their answers, without those whose reward failed."""
+    """The held-out problems with their answers, without those whose reward failed."""
     answered: dict[int, list[Answer]] = {}  # by id() of the problem
     waiting = deque(held_out.problems)
     with (
@@ -123,7 +114,7 @@ def load_run(run: Path, settings: Sequence[str]) -> Config:
 def open_run(
     config: Config, step: int | None, stack: ExitStack
 ) -> tuple[registry.Engine, models.Tokenizer]:
-    """Open an engine with the newest weights of a run, or those of a step, and the tokenizer.
+    """Open the newest weights of a run, or those of a step.
 
     Their files exist until `stack` closes.
     """
@@ -136,11 +127,11 @@ def open_run(
 
 
 def report_text(title: str, results: Sequence[tuple[Problem, Sequence[Answer]]]) -> str:
-    """Return the mean reward with its standard error over the problems, and some answers."""
+    """The mean reward with its standard error over the problems, and some answers."""
     mean, error, figures = summarize(results)
     answers = [each for _, answers in results for each in answers]
     lines: list[str] = []
-    for problem, answered in results[:NUM_SAMPLES]:
+    for problem, answered in results[:4]:
         first = answered[0]
         texts = {
             "problem": first.problem,

@@ -1,59 +1,141 @@
 """Evaluation of the weights on the held-out problems.
 
-The trainer announces the step to evaluate, and the generators send their answers as groups of
-rollouts, which are not trained on. Steps in between are evaluated by the generators alone, while
-the training continues. No step is trained while step 0 (the base model) and the last step are
-evaluated: then the trainer samples too, with its own engine, HEAD_START_SECONDS later if there are
-generators, and from the last problem on, while the generators begin with the first ones. So these
-evaluations end without a generator as well.
+The trainer announces the step to evaluate, and the generators send answers as groups of rollouts.
+Training continues meanwhile, except while step 0 and the last step are evaluated: then the trainer
+samples too, HEAD_START_SECONDS later if there are generators, and from the last problem on. So
+these evaluations end without a generator as well.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
 
-from peralta_zmq import models
+from peralta_zmq import build, models
 from peralta_zmq.config import Config
+from peralta_zmq.engines import Group, Sampler
 from peralta_zmq.environments.curriculum import MAX_POSITIONS
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import Evaluation, summarize
-from peralta_zmq.errors import ConfigError
-from peralta_zmq.rollout import Answer, Problem, RolloutGroup
-from peralta_zmq.trainer.answers import Answering
+from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.registry import Engine
+from peralta_zmq.rollout import Answer, Problem, RolloutGroup, Score
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
 
 HEAD_START_SECONDS = 10.0  # of the generators before the trainer samples answers, too
-WAIT_SECONDS = 0.02  # between two checks for answers meanwhile
+REWARD_SECONDS = 0.2  # longest wait for a reward, while no completion is sampled
+logger = logging.getLogger(__name__)
+
+
+class Answering:
+    """Samples completions of held-out problems and computes their rewards. Use with `closing`.
+
+    A problem whose reward function fails is skipped and logged.
+    """
+
+    def __init__(
+        self, config: Config, engine: Engine, tokenizer: models.Tokenizer, held_out: Environments
+    ) -> None:
+        self._held_out = held_out
+        self._sampler = Sampler(engine, tokenizer, max_turns=config.task.max_turns)
+        self._sampling_of = build.eval_group_sampling(config, seed=config.run.seed)
+        self._sampled: list[Group] = []
+        self._scored: list[tuple[Group, Future[list[Score]]]] = []  # whose rewards are computed
+        self._num_answered = 0
+        self._failure: TaskError | None = None  # of a reward
+
+    @property
+    def has_room(self) -> bool:
+        return self._sampler.has_room
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._sampled or self._scored)
+
+    def start(self, problem: Problem) -> None:
+        group = self._sampler.start(problem, *self._sampling_of(problem), replies=self._held_out)
+        self._sampled.append(group)
+
+    def advance(self) -> list[tuple[Problem, list[Answer]]]:
+        """Take a decode step; returns the answers whose rewards are there.
+
+        Waits up to REWARD_SECONDS if only rewards are missing.
+        """
+        for group in self._sampler.advance():
+            self._sampled.remove(group)
+            scores = self._held_out.score(group.problem, group.completions)
+            self._scored.append((group, scores))
+        if self._scored and not self._sampled:
+            wait([scores for _, scores in self._scored], REWARD_SECONDS, FIRST_COMPLETED)
+        ready = [each for each in self._scored if each[1].done()]
+        self._scored = [each for each in self._scored if not each[1].done()]
+        answered: list[tuple[Problem, list[Answer]]] = []
+        for group, scores in ready:
+            try:
+                answered.append((group.problem, _answers(group, scores.result())))
+            except TaskError as error:
+                self._failure = error
+                logger.warning("not evaluated: problem=%s reason=%s", group.problem.id, error)
+        self._num_answered += len(answered)
+        return answered
+
+    def check(self) -> None:
+        """Raise TaskError if the rewards of all problems failed."""
+        if self._failure is not None and not self._num_answered:
+            raise self._failure
+
+    def close(self) -> None:
+        self._sampler.drop(self._sampled)
+
+
+def _answers(group: Group, scores: Sequence[Score]) -> list[Answer]:
+    return [
+        Answer(
+            group.problem.question,
+            completion.transcript,
+            score.reward,
+            cut_off=completion.finish_reason == "length",
+        )
+        for completion, score in zip(group.completions, scores, strict=True)
+    ]
 
 
 class EvaluationCoordinator:
     """Runs one evaluation at a time, and evaluates each step at most once."""
 
-    def __init__(self, session: Session, held_out: Environments, policy: Policy) -> None:
-        self._session, self.held_out, self._policy = session, held_out, policy
+    def __init__(
+        self,
+        session: Session,
+        held_out: Environments,
+        policy: Policy,
+        generators: GeneratorRegistry,
+        *,
+        head_start_seconds: float = HEAD_START_SECONDS,
+    ) -> None:
+        self.held_out = held_out
+        self.head_start_seconds = head_start_seconds
+        self._session = session
+        self._policy = policy
+        self._generators = generators
         self._current: Evaluation | None = None  # the evaluation in progress
         self._samples_too = False  # whether the trainer samples answers for it
 
-    def evaluate(
-        self,
-        step: int,
-        *,
-        meanwhile: Callable[[], None] = lambda: None,
-        has_generators: Callable[[], bool] = lambda: False,
-    ) -> bool:
+    def evaluate(self, step: int) -> Iterator[None]:
         """Evaluate the trainer's weights of `step`, unless the run log has the result.
 
-        Calls `meanwhile` between two decode steps (tokens), and while rewards are computed, to
-        receive the answers of generators. `has_generators` tells whether there are any now. Returns
-        False, and records nothing, if a stop is requested before the evaluation ends. Raises
-        TaskError if the rewards of all problems failed.
+        Yields after each decode step (token) and while rewards are computed, so that the caller can
+        receive the answers of generators. Records nothing if a stop is requested. Raises TaskError
+        if the rewards of all problems failed.
         """
-        run_log, stop = self._session.run_log, self._session.stop
-        if self._is_recorded(step):
-            return True
+        run_log = self._session.run_log
+        stop = self._session.stop
+        if self.is_recorded(step):
+            return
         self.abandon()
         current = self._begin(step)
         run_log.event("evaluate", step=step)
@@ -65,29 +147,28 @@ class EvaluationCoordinator:
             closing(answering),
             run_log.progress(f"evaluating step {step}", len(self.held_out.problems)) as progress,
         ):
-            head_start_end = time.monotonic() + HEAD_START_SECONDS
+            head_start_end = time.monotonic() + self.head_start_seconds
             waiting = list(self.held_out.problems)  # the last one is the first to be answered
             while (waiting or answering.is_busy) and not (stop.requested or current.complete):
-                meanwhile()
+                yield
                 progress.update(current.num_answered)
-                may_start = time.monotonic() >= head_start_end or not has_generators()
+                may_start = time.monotonic() >= head_start_end or not self._generators.live()
                 while may_start and waiting and answering.has_room:
                     problem = waiting.pop()
                     if not current.is_answered(problem.id):
                         answering.start(problem)
                 if not answering.is_busy:
-                    time.sleep(WAIT_SECONDS)
+                    time.sleep(0.02)
                 for problem, answers in answering.advance():
                     self._add(current, problem, answers)
             if not current.num_answered:
                 answering.check()
-        self._samples_too, self._current = False, None
+        self._samples_too = False
+        self._current = None
         self._announce()
-        if stop.requested:
-            return False
-        self._record(current)
-        run_log.event("evaluated", step=step)
-        return True
+        if not stop.requested:
+            self._record(current)
+            run_log.event("evaluated", step=step)
 
     def _add(self, current: Evaluation, problem: Problem, answers: Sequence[Answer]) -> None:
         """Add the trainer's answers, unless a generator was faster."""
@@ -97,22 +178,21 @@ class EvaluationCoordinator:
             self._announce()
 
     def request(self, step: int) -> None:
-        """Request an evaluation of the weights of `step` from the generators.
+        """Request an evaluation of `step` from the generators; not of step 0 and the last one.
 
-        Does nothing for step 0 and the last step, which `evaluate` evaluates. Ends an earlier
-        evaluation that is still incomplete.
+        Ends an earlier evaluation that is still incomplete.
         """
-        if 0 < step < self._session.config.train.max_steps and not self._is_recorded(step):
+        if 0 < step < self._session.config.train.max_steps and not self.is_recorded(step):
             self.abandon()
             self._begin(step)
 
     def receive(self, group: RolloutGroup) -> None:
-        """Add a generator's answers to one held-out problem.
+        """Add a generator's answers to a held-out problem.
 
-        Records the evaluation when it is complete. Ignores answers to another evaluation, and
-        answers that were received before.
+        Record the evaluation when it is complete.
         """
-        current, tokenizer = self._current, self._policy.tokenizer
+        current = self._current
+        tokenizer = self._policy.tokenizer
         if current is None or group.evaluation_step != current.step:
             return
         if not current.expects(group.problem_id, len(group.rollouts)):
@@ -141,8 +221,10 @@ class EvaluationCoordinator:
                 f"{len(self.held_out.problems)} examples were answered in time"
             )
 
+    def is_recorded(self, step: int) -> bool:
+        return self._session.wait_out(lambda: self._session.run_log.has_evaluation(step))
+
     def _begin(self, step: int) -> Evaluation:
-        """Begin the evaluation of `step` and announce it."""
         config = self._session.config
         sizes = {env.label: config.rollouts_per_example_of(env) for env in config.eval_environments}
         problems = self.held_out.problems
@@ -150,17 +232,13 @@ class EvaluationCoordinator:
         self._announce()
         return current
 
-    def _is_recorded(self, step: int) -> bool:
-        return self._session.wait_out(lambda: self._session.run_log.has_evaluation(step))
-
     def _announce(self) -> None:
-        """Announce the step to evaluate (-1 = none) and a bit field of answered problems."""
         current = self._current
-        step, answered = (current.step, current.answered) if current else (-1, b"")
+        step = current.step if current else None
+        answered = current.answered if current else b""
         self._session.announcer.publish(evaluation_step=step, answered=answered)
 
     def _record(self, evaluation: Evaluation) -> None:
-        """Record an evaluation that has ended."""
         results = evaluation.answers()
         accuracy, stderr, figures = summarize(results)
         self._session.run_log.evaluation(
@@ -174,10 +252,7 @@ class EvaluationCoordinator:
 
 
 def check_size(config: Config, held_out: Environments) -> None:
-    """Raise ConfigError for more held-out problems than generators can evaluate.
-
-    The trainer's announcement has one bit per problem, and a limited size.
-    """
+    """Raise ConfigError for more held-out problems than the bits of an announcement."""
     num_problems = len(held_out.problems)
     if num_problems > MAX_POSITIONS:
         raise ConfigError(

@@ -1,9 +1,8 @@
 """Forks: a new run continues from the weights of a step of another run, under any settings.
 
-The other run, the source, is only read, and may be running. The first start sets the learner to the
-weights of the source, and the recovery writes them as the checkpoint of step 0, which later starts
-restore: they do not need the source. Everything else is that of a new run; the reference model of a
-loss is that of model.name, unless both runs have a moving one (train.ref_sync_steps).
+The other run, the source, may be running. Recovery writes its weights as the checkpoint of step 0:
+later starts do not need the source. The reference model of a loss is that of model.name, unless
+both runs have a moving one (train.ref_sync_steps).
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Source:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of its checkpoints."""
         return self.folder / CHECKPOINTS
 
     @property
@@ -56,9 +54,8 @@ class Source:
 def fork_if_new(config: Config, policy: Policy, stop: StopSignal) -> str:
     """Set the learner to the weights of run.fork, as step 0, if the run has nothing to restore.
 
-    Returns what it restored from which step and run; empty if nothing, because the run has its own
-    state or run.fork is not set. Raises ConfigError if there is no such run or step, or if its
-    weights do not fit the settings.
+    Returns what it restored; empty if nothing. Raises ConfigError if there is no such run or step,
+    or if its weights do not fit the settings.
     """
     folder = config.run_folder
 
@@ -95,7 +92,6 @@ def fork_if_new(config: Config, policy: Policy, stop: StopSignal) -> str:
 
 
 def _open_source(config: Config) -> Source:
-    """The run that run.fork names. Raises ConfigError if there is none."""
     name = config.run.fork or ""
     parent = Path(config.run.dir).expanduser()
     for folder in (parent / name, Path(os.path.expanduser(name))):
@@ -117,9 +113,9 @@ def _read_checkpoint(source: Source, step: int | None) -> Checkpoint | None:
 
 
 def _read_published(source: Source, config: Config, policy: Policy) -> Checkpoint:
-    """The published weights of run.from_step, as masters like those of the weights of a new run.
+    """The published weights of run.from_step, as masters.
 
-    Also sets the parameters of the policy to them. Raises ConfigError if there are none.
+    Sets the parameters of the policy to them.
     """
     store = source.store
     versions = {version.step: version for version in store.versions()}  # of a step, the newest
@@ -154,7 +150,6 @@ def _no_step_error(
 def _check_model(
     source: Source, config: Config, policy: Policy, fields: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError if weights with these manifest fields are of another kind of model."""
     own = policy.manifest_fields
     tokenizer = fields.get("tokenizer")
     before = None if tokenizer is None else str(tokenizer)
@@ -205,7 +200,7 @@ def _forked_state(
 ) -> dict[str, torch.Tensor]:
     """The state of a new learner, `fresh`, with the weights and optimizer of a checkpoint.
 
-    Paths as in `Learner.state`. Saved weights without remainders are the masters.
+    Saved weights without remainders are the masters.
     """
     state = {
         path: saved.get(path, tensor) if path.startswith("reference/") else tensor

@@ -1,12 +1,8 @@
 """The generators of the run: liveness, reported statistics, logprob mismatch.
 
-A sender is live from its first valid group or status until the trainer has received nothing from it
-for 30 s. The number of live senders is limited, in total and per name.
-
-The logprob mismatch is the difference between the logprobs that a generator sent and the logprobs
-that the trainer computes for the same tokens. A large mismatch from the first step on means that
-the generator uses wrong weights or kernels; one that grows, that updates change the policy too
-much.
+The logprob mismatch is the difference between the logprobs of a generator and those of the trainer
+for the same tokens. A large one from the first step on means that the generator uses wrong weights
+or kernels; one that grows, that updates change the policy too much.
 """
 
 from __future__ import annotations
@@ -24,22 +20,8 @@ from peralta_zmq.observe.run_state import STORE_ERROR
 from peralta_zmq.observe.terminal import worker_info_text
 from peralta_zmq.trainer.session import Session
 
-LIVE_SECONDS = 30.0  # a sender without a message for this time is no longer live
 REPORT_SECONDS = 60.0  # interval of reports of the same silent connection
-# Two senders of one name that send within this time are two running generators: a restart of one
-# generator takes longer.
-SAME_NAME_SECONDS = 2.0
-FINAL_STATUS_SECONDS = 2.0  # timeout for the final statuses at the end of a run
-# Shortest time between two requested keyframes. A client that requests one in every other status
-# must not make the trainer write all weights each time. One keyframe serves all generators, and a
-# generator rarely needs two in this time.
-KEYFRAME_SECONDS = 30.0
-# Limits on the memory that a client with invented sender names can fill.
-MAX_LIVE = 4096  # live senders, and senders that have left
 MAX_STARTS = 16  # live senders of one name: each is live for 30 s, so a restart every 2 s is fine
-MAX_IN_METRICS = 64  # generators in a row of metrics.jsonl, which is written in each step
-MAX_FINAL_STATUSES = 1 << 16  # senders whose final status is kept
-SMALL = 0.25  # fraction of train.max_mismatch_kl: a first mismatch without a fault of the generator
 # Fields of a generator's status that become metrics.
 STATISTICS = (
     "tokens_per_s",
@@ -53,6 +35,21 @@ STATISTICS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RegistryLimits:
+    """Times in seconds, and limits on the memory that a client with invented names can fill."""
+
+    silent_seconds: float = wire.SILENT_SECONDS
+    live_seconds: float = 30.0  # a sender without a message for this time is no longer live
+    final_status_seconds: float = 2.0  # timeout for the final statuses at the end of a run
+    # Between two requested keyframes, so that a client that requests one in every other status does
+    # not make the trainer write all weights each time. One serves all generators.
+    keyframe_seconds: float = 30.0
+    max_live: int = 4096  # live senders, and senders that have left
+    max_in_metrics: int = 64  # generators in a row of metrics.jsonl, which is written in each step
+    max_final_statuses: int = 1 << 16  # senders whose final status is kept
+
+
 @dataclass(slots=True)
 class Sender:
     """A start of a generator; `id` is NAME/INCARNATION. Times are monotonic seconds."""
@@ -62,7 +59,7 @@ class Sender:
     first_group: float = math.inf  # infinite before the first
     status: wire.GeneratorStatus | None = None  # the newest
     has_worker_info: bool = False  # the run log has it
-    lease: range = range(0)  # the sample lease that no status has confirmed; empty = none
+    sample_range: range = range(0)  # the sample range that no status has confirmed; empty = none
     newest_group: float | None = None  # since the newest status
     seconds_without_status: float = 0.0  # in which groups arrived
     reported: dict[str, float] = field(default_factory=dict[str, float])
@@ -70,24 +67,22 @@ class Sender:
 
     @property
     def name(self) -> str:
-        """Name of the generator."""
         return self.id.rpartition("/")[0]
 
     @property
     def fields(self) -> dict[str, str]:
-        """The fields that identify the sender in an event of the run log."""
+        """Fields of an event of the run log."""
         return {"generator": self.name, "incarnation": self.id.rpartition("/")[2]}
 
 
 class GeneratorRegistry:
     """Registers senders; records when they join and leave, and what they report.
 
-    A generator has three connections to the trainer: for rollouts (groups), for announcements and
-    for statuses. A connection is silent if nothing arrives on it for wire.SILENT_SECONDS while the
-    others work. A status counts how often the generator reconnected a silent connection. That
-    statuses do not arrive is noticed from the groups of the sender. Between two groups without a
-    status at most half of SILENT_SECONDS count, because the generator may have been away, for
-    instance asleep.
+    A generator has three connections: for groups, announcements and statuses. A connection is
+    silent if nothing arrives on it for `silent_seconds` while the others work. A status counts
+    the reconnections of silent ones; that statuses do not arrive shows when groups do. Between two
+    groups without a status at most half of `silent_seconds` count: the generator may have been
+    asleep.
     """
 
     def __init__(
@@ -95,8 +90,10 @@ class GeneratorRegistry:
         receiver: wire.GeneratorStatusReceiver,
         run_log: RunLog,
         trainer_info: Mapping[str, str],
+        limits: RegistryLimits = RegistryLimits(),
     ) -> None:
         """`trainer_info` has device and dtype of this machine, to compare generators with."""
+        self.limits = limits
         self.has_status = False  # a status has arrived
         # Sender of a final status -> groups made. Includes senders of earlier trainer sessions.
         self.num_made = dict(run_log.final_statuses)
@@ -114,9 +111,9 @@ class GeneratorRegistry:
         self._received_until = time.monotonic()
 
     def receive_status(self, *, step: int, timeout: float = 0.0) -> list[Sender]:
-        """Process arrived statuses; wait up to `timeout` seconds for the first.
+        """Process arrived statuses; returns their senders.
 
-        Returns the senders from which one arrived.
+        Waits up to `timeout` seconds for the first.
         """
         received = self._receiver.receive(timeout=timeout).values()
         senders = [self.add_status(status, step=step) for status in received]
@@ -125,10 +122,7 @@ class GeneratorRegistry:
         return [sender for sender in senders if sender is not None]
 
     def add_status(self, status: wire.GeneratorStatus, *, step: int) -> Sender | None:
-        """Process a status; None if a limit of senders refuses a new one.
-
-        The limits are MAX_LIVE senders, and MAX_STARTS of one name.
-        """
+        """Process a status; None if a limit of senders refuses a new one."""
         sender = self._mark_alive(status.sender, step=step, has_group=False)
         if sender is None:
             return None
@@ -152,7 +146,7 @@ class GeneratorRegistry:
         if status.wants_keyframe and not (before and before.wants_keyframe):
             self._keyframe_requested = True
         is_new_final = status.last and sender.id not in self.num_made
-        if is_new_final and len(self.num_made) < MAX_FINAL_STATUSES:
+        if is_new_final and len(self.num_made) < self.limits.max_final_statuses:
             self.num_made[sender.id] = status.made
             self._run_log.event("final_status", **sender.fields, made=status.made)
         return sender
@@ -168,9 +162,11 @@ class GeneratorRegistry:
         now = time.monotonic()
         sender.first_group = min(sender.first_group, now)
         if sender.newest_group is not None:
-            sender.seconds_without_status += min(now - sender.newest_group, wire.SILENT_SECONDS / 2)
+            sender.seconds_without_status += min(
+                now - sender.newest_group, self.limits.silent_seconds / 2
+            )
         sender.newest_group = now
-        if sender.seconds_without_status >= wire.SILENT_SECONDS:
+        if sender.seconds_without_status >= self.limits.silent_seconds:
             self._report_silent(sender, "status", step=step)
 
     def _mark_alive(self, sender_id: str, *, step: int, has_group: bool) -> Sender | None:
@@ -179,7 +175,7 @@ class GeneratorRegistry:
         sender = self._live.get(sender_id)
         if sender is None:
             starts = self._starts.get(name, {})
-            if len(starts) >= MAX_STARTS or len(self._live) >= MAX_LIVE:
+            if len(starts) >= MAX_STARTS or len(self._live) >= self.limits.max_live:
                 if not has_group:
                     return None
                 candidates = starts if len(starts) >= MAX_STARTS else self._live
@@ -202,7 +198,8 @@ class GeneratorRegistry:
         )
         others = [*self._starts.get(sender.name, {}).values()]
         is_same_name = (
-            bool(others) and self._received_until - others[-1].last_message < SAME_NAME_SECONDS
+            # A restart of one generator takes longer.
+            bool(others) and self._received_until - others[-1].last_message < 2.0
         )
         if self._run_log.event("join", **sender.fields, step=step) and is_same_name:
             self._run_log.note(
@@ -222,44 +219,41 @@ class GeneratorRegistry:
         if not starts:
             del self._starts[sender.name]
         self._past[sender.id] = sender
-        if len(self._past) > MAX_LIVE:
+        if len(self._past) > self.limits.max_live:
             del self._past[next(iter(self._past))]
         self._run_log.event("leave", **sender.fields)
 
     def live(self) -> list[Sender]:
-        """Remove senders without a message in LIVE_SECONDS; return all others."""
+        """Remove senders without a message in live_seconds; return all others."""
         for sender in [*self._live.values()]:
-            if self._received_until - sender.last_message >= LIVE_SECONDS:
+            if self._received_until - sender.last_message >= self.limits.live_seconds:
                 self._remove(sender)
         return [*self._live.values()]
 
     def is_live(self, sender_id: str) -> bool:
-        """Whether a valid group or status of the sender was received recently."""
         return sender_id in self._live
 
     def without_status(self) -> dict[str, int]:
-        """Live senders with groups but no status for SILENT_SECONDS or more -> these seconds."""
+        """Live senders with groups but no status for `silent_seconds` or more -> these seconds."""
         return {
             sender.id: int(sender.seconds_without_status)
             for sender in self._live.values()
             if sender.newest_group is not None
-            and sender.seconds_without_status >= wire.SILENT_SECONDS
+            and sender.seconds_without_status >= self.limits.silent_seconds
         }
 
     def _report_silent(self, sender: Sender, connection: str, *, step: int) -> None:
-        """Report a silent connection, at most once in REPORT_SECONDS."""
         now = time.monotonic()
         if now - sender.reported.get(connection, float("-inf")) < REPORT_SECONDS:
             return
         sender.reported[connection] = now
         if self._run_log.event("silent", **sender.fields, connection=connection, step=step):
             self._run_log.note(
-                f"generator {sender.name}: no {connection} for {wire.SILENT_SECONDS:.0f} s "
+                f"generator {sender.name}: no {connection} for {self.limits.silent_seconds:.0f} s "
                 "while its other connections work; the generator reconnects"
             )
 
     def _report_store(self, sender: Sender, reason_before: str, *, step: int) -> None:
-        """Record why a generator cannot read new weights, and that it can again (no reason)."""
         reason = sender.status.store_error if sender.status else ""
         if reason == reason_before:
             return
@@ -268,7 +262,7 @@ class GeneratorRegistry:
 
     @property
     def keyframe_due(self) -> bool:
-        """True if a keyframe is requested, and KEYFRAME_SECONDS have passed since the last one."""
+        """Whether a keyframe is requested, and the last one is old enough."""
         return self._keyframe_requested and time.monotonic() >= self._next_keyframe
 
     def take_keyframe_request(self) -> bool:
@@ -276,15 +270,12 @@ class GeneratorRegistry:
         if not self.keyframe_due:
             return False
         self._keyframe_requested = False
-        self._next_keyframe = time.monotonic() + KEYFRAME_SECONDS
+        self._next_keyframe = time.monotonic() + self.limits.keyframe_seconds
         return True
 
     def wait_for_final_statuses(self, *, step: int) -> None:
-        """Wait up to FINAL_STATUS_SECONDS for the final status of each live generator.
-
-        Generators send it when the trainer has announced that the run is complete.
-        """
-        deadline = time.monotonic() + FINAL_STATUS_SECONDS
+        """Wait for the status that each live generator sends at the end of the run."""
+        deadline = time.monotonic() + self.limits.final_status_seconds
         self.live()  # removes silent senders, which send no final status
         self.receive_status(step=step)
         while self._live.keys() - self.num_made.keys():
@@ -296,13 +287,12 @@ class GeneratorRegistry:
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
         """Metrics gen/NAME/STATISTIC of live generators, from their newest statuses.
 
-        Of at most MAX_IN_METRICS senders; those that have sent a group come first. gen/NAME/step is
-        the step of the generator's weights. `row` has the step of its trained groups under the same
-        name; the larger step is returned.
+        `row` has the step of the trained groups as gen/NAME/step; the larger step is returned.
+        Senders with a group come first, because the number is limited.
         """
         metrics = dict[str, float]()
         senders = sorted(self.live(), key=lambda sender: sender.first_group)
-        for sender in senders[:MAX_IN_METRICS]:
+        for sender in senders[: self.limits.max_in_metrics]:
             if status := sender.status:
                 prefix = f"gen/{sender.name}/"
                 metrics |= {prefix + name: getattr(status, name) for name in STATISTICS}
@@ -310,14 +300,14 @@ class GeneratorRegistry:
         return metrics
 
     def num_outstanding(self, ledger: Ledger) -> int:
-        """Number of groups that senders made after the last group received from each.
+        """Number of groups that senders made after the last received one.
 
-        Ignores reports of implausibly many groups.
+        Ignores implausible reports.
         """
         senders = [*self._past.values(), *self._live.values()]
         statuses = {sender.id: sender.status.made for sender in senders if sender.status}
         return sum(
-            max(0, num_made - 1 - ledger.highest(sender))  # num_made - 1 is the newest sequence
+            max(0, num_made - 1 - ledger.highest(sender))  # num_made - 1 is the newest group_number
             for sender, num_made in (self.num_made | statuses).items()
             if ledger.is_plausible(sender, num_made - 1)
         )
@@ -326,10 +316,7 @@ class GeneratorRegistry:
 def report_mismatches(
     statistics: MismatchStatistics, session: Session, admission: Admission, *, step: int
 ) -> None:
-    """Report each sender above train.max_mismatch_kl once; drop its groups if set.
-
-    Not called for steps that a restart trains again: their groups stay in the batch.
-    """
+    """Report each sender above train.max_mismatch_kl once; drop its groups if set."""
     settings = session.config.train
     run_log = session.run_log
     drops = settings.on_mismatch == "drop"
@@ -344,7 +331,8 @@ def report_mismatches(
             remedy = (
                 f"Its groups are dropped until {sender.name} is started with another model.dtype"
             )
-        if initial <= SMALL * settings.max_mismatch_kl:
+        # Such a first mismatch is no fault of the generator.
+        if initial <= 0.25 * settings.max_mismatch_kl:
             remedy = f"It was {initial:.2g} in its first step: lower train.learning_rate"
             remedy += "; its groups are dropped until it is started again" if drops else ""
         if is_logged:

@@ -1,15 +1,12 @@
 """The journal: a write-ahead log of received groups, with one file per step.
 
-The groups of a training step are durable (written and fsynced) before the step's weights are
-published and before the step is recorded or checkpointed. A restart restores the newest checkpoint
-and trains the later steps again from the journal. Dropped groups are journaled too, without
-rollouts. So are sample leases (ranges of sample indices, assigned to generators), before they are
-announced. When the batch of a step is full, the numbers of its updates are journaled, such as the
-learning rate: a repeated step has them again, also under settings that have changed since.
+The groups of a step are durable (written and fsynced) before its weights are published and before
+it is recorded. Also journaled are dropped groups, without rollouts; sample ranges, before they are
+announced; and the numbers of a step's updates, such as the learning rate, when its batch is full: a
+repeated step has them again, also under changed settings.
 
 Format of a record: size of the content (u32), crc32 of kind and content (u32), kind (u8), content.
-The last file may end in a torn record, the beginning of a record whose write was interrupted by a
-kill or a power cut.
+The last file may end in a torn record, whose write was interrupted by a kill or a power cut.
 """
 
 from __future__ import annotations
@@ -39,14 +36,16 @@ from peralta_zmq.rollout import RolloutGroup
 
 JOURNAL = "journal"  # folder in the run folder
 HEADER = struct.Struct("<IIB")  # size, crc32, kind
-GROUP, DROPPED, LEASED, BEGUN = 1, 2, 3, 4  # kinds of records
+GROUP, DROPPED, RANGES, BEGUN = 1, 2, 3, 4  # kinds of records
 logger = logging.getLogger(__name__)
 
 
 class JournalRecord(NamedTuple):
-    """Content by kind: GROUP: a group's message as received; DROPPED: a DroppedGroup; LEASED: the
-    first sample index that is not leased, as u64; BEGUN: the UpdateSettings of the step, as JSON;
-    of several, the last one counts."""
+    """Content by kind. GROUP: a group's message; DROPPED: a DroppedGroup; RANGES.
+
+    The first sample index that is not granted, as u64; BEGUN: UpdateSettings as JSON; the last one
+    counts.
+    """
 
     kind: int
     content: bytes
@@ -56,15 +55,14 @@ class JournalRecord(NamedTuple):
 class DroppedGroup:
     """A group that is in no batch: identity, outcome and data for the curriculum.
 
-    The curriculum sorts the training problems into difficulty pools by their mean reward.
-    `problem_id` is set only if the group updates the pools. Otherwise it is empty, because it may
-    be any long text from the sender, which could fill the disk.
+    `problem_id` is set only if the group updates the difficulty pools: it may be a long text from
+    the sender, which could fill the disk.
     """
 
     sender: str  # one start of a generator, NAME/INCARNATION
-    sequence: int  # number of the group among the groups of the sender
+    group_number: int  # number of the group among the groups of the sender
     outcome: str  # why the group was dropped, one of admission.OUTCOMES
-    min_sequence: int = 0  # the sender will not send groups with a lower sequence again
+    min_group_number: int = 0  # the sender will not send groups with a lower group_number again
     problem_id: str = ""
     mean_reward: float = 0.0
     sample_index: int | None = None  # see RolloutGroup.sample_index
@@ -74,9 +72,9 @@ class DroppedGroup:
         """The record of a group that does not update the pools."""
         return cls(
             group.sender,
-            group.sequence,
+            group.group_number,
             outcome,
-            min_sequence=group.min_sequence,
+            min_group_number=group.min_group_number,
             sample_index=group.sample_index,
         )
 
@@ -89,15 +87,14 @@ class DroppedGroup:
 
     @classmethod
     def decode(cls, content: bytes) -> DroppedGroup:
-        """The inverse of `encode`. Raises ValueError or TypeError for other content."""
+        """The inverse of `encode`. Raises ValueError or TypeError."""
         return cls(**json.loads(content))
 
 
 class Journal:
     """Buffers records and commits them to `folder/step_N.msgpack`. Use with `closing`.
 
-    Appended records wait in memory until a commit writes them and makes them durable. A failed
-    commit loses nothing: the records keep waiting, and the next commit writes them again.
+    A failed commit loses nothing: the records keep waiting, and the next commit writes them again.
     """
 
     def __init__(self, folder: Path, *, before_write: Callable[[], None] = lambda: None) -> None:
@@ -123,7 +120,8 @@ class Journal:
             self._size = None
         if not self._waiting:
             self._waiting_since = time.monotonic()
-        self._waiting.append(_encode(JournalRecord(kind, content)))
+        header = HEADER.pack(len(content), crc32(content, kind), kind)
+        self._waiting.append(header + content)
 
     def begin_commit(self) -> None:
         """Start to write the waiting records in a thread. `commit` must follow."""
@@ -131,11 +129,7 @@ class Journal:
             self._pending_write = self._executor.submit(self._write, b"".join(self._waiting))
 
     def commit(self) -> bool:
-        """Make the waiting records durable; return False if there are none.
-
-        Waits for a write that `begin_commit` started. Raises OutageError if the records cannot be
-        written; they keep waiting.
-        """
+        """Make the waiting records durable; False if there are none. Raises OutageError."""
         if not self._waiting:
             return False
         failpoint("journal.commit")  # a test can kill the process here
@@ -159,10 +153,8 @@ class Journal:
     def read(self, step: int) -> list[JournalRecord]:
         """Return the complete records of a step; cut off a torn record at the end.
 
-        Also makes the records of the last step durable, because the process that wrote them may
-        have been killed before the fsync. Raises OSError if the file cannot be read, OutageError if
-        it cannot be written. Raises JournalError for damage that is not a torn end, because
-        complete records or files of later steps follow.
+        Makes the records of the last step durable: their writer may have been killed before the
+        fsync. Raises OSError or OutageError, and JournalError for damage that is not a torn end.
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
@@ -195,7 +187,6 @@ class Journal:
 
     @property
     def num_waiting(self) -> int:
-        """Number of records that are not committed."""
         return len(self._waiting)
 
     @property
@@ -204,11 +195,9 @@ class Journal:
         return time.monotonic() - self._waiting_since if self._waiting else 0.0
 
     def steps(self) -> list[int]:
-        """Steps that have a file, ascending."""
         return list(files_in(self._folder))
 
     def prune(self, oldest: int) -> None:
-        """Remove the files of steps before `oldest`."""
         for step, file in files_in(self._folder).items():
             if step < oldest:
                 with contextlib.suppress(OSError):  # a file that stays only takes space
@@ -223,11 +212,9 @@ class Journal:
             self._descriptor = -1
 
     def file_of(self, step: int) -> Path:
-        """Path of a step's file."""
         return file_of(self._folder, step)
 
     def _write(self, content: bytes) -> None:
-        """Append the content to the step's file and fsync it. Raises OSError."""
         self._before_write()
         if self._descriptor < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -244,15 +231,12 @@ class Journal:
 
 
 def files_in(folder: Path) -> dict[int, Path]:
-    """The journal files by step, ascending; ignores files with other names."""
+    """The journal files by step, ascending."""
     return atomic_files.steps_in(folder, suffix=".msgpack")
 
 
 def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
-    """Return the complete records of a step and the number of bytes after them.
-
-    Unlike `Journal.read` it changes nothing.
-    """
+    """The complete records of a step and the number of bytes after them; changes nothing."""
     file = file_of(folder, step)
     content = file.read_bytes() if file.exists() else b""
     records: list[JournalRecord] = []
@@ -264,7 +248,7 @@ def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
 
 
 def encode_number(number: int) -> bytes:
-    """Return the content of a LEASED record."""
+    """Return the content of a RANGES record."""
     return number.to_bytes(8, "little")
 
 
@@ -284,10 +268,9 @@ def decode_update(content: bytes) -> UpdateSettings:
 
 
 def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGroup | DroppedGroup:
-    """Decode the group of a GROUP or DROPPED record.
+    """Decode a GROUP or DROPPED record. Raises WireError, ValueError or TypeError.
 
-    A group that exceeds the limits is returned as a DroppedGroup with outcome "invalid". Raises
-    WireError, ValueError or TypeError if the record cannot be decoded.
+    A group that exceeds the limits becomes a DroppedGroup with outcome "invalid".
     """
     if record.kind == DROPPED:
         return DroppedGroup.decode(record.content)
@@ -297,19 +280,12 @@ def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGro
         group = error.group
         logger.warning("journaled group refused: group=%s reason=%s", group.name, error)
         return DroppedGroup(
-            group.sender, group.sequence, "invalid", min_sequence=group.min_sequence
+            group.sender, group.group_number, "invalid", min_group_number=group.min_group_number
         )
 
 
 def file_of(folder: Path, step: int) -> Path:
-    """Path of a step's file."""
     return folder / f"step_{step:06d}.msgpack"
-
-
-def _encode(record: JournalRecord) -> bytes:
-    """The record as in the file, with its header."""
-    kind, content = record
-    return HEADER.pack(len(content), crc32(content, kind), kind) + content
 
 
 def _record_at(content: bytes, offset: int) -> JournalRecord | None:
@@ -328,8 +304,8 @@ def _record_at(content: bytes, offset: int) -> JournalRecord | None:
 def _has_record(content: bytes, start: int) -> bool:
     """True if a complete record begins at any offset after `start`.
 
-    The kind is the last byte of a record's header, so every byte with a valid kind is tried.
+    Tries every possible kind byte.
     """
-    kinds = b"[%c%c%c%c]" % (GROUP, DROPPED, LEASED, BEGUN)
+    kinds = b"[%c%c%c%c]" % (GROUP, DROPPED, RANGES, BEGUN)
     matches = re.compile(kinds).finditer(content, start + HEADER.size)
     return any(_record_at(content, match.end() - HEADER.size) for match in matches)

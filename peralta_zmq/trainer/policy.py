@@ -1,7 +1,6 @@
 """The trained model: load it with its learner, publish its weights, export them.
 
-The lineage is the number of times that the run was rolled back to an earlier step. With LoRA only
-the adapters are trained and published; the base model stays in its own folder.
+With LoRA only the adapters are trained and published; the base model stays in its own folder.
 """
 
 from __future__ import annotations
@@ -25,15 +24,10 @@ from peralta_zmq.observe.run_log import recorded_versions
 from peralta_zmq.trainer.ranks import PolicyLearner, make_policy_learner
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
-from peralta_zmq.weights.pruning import Retention
-from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
+from peralta_zmq.weights.publisher import PublishReport, Retention, VersionWriter, WeightPublisher
 from peralta_zmq.weights.server import serve_weights
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS_FILE, Version
-
-PUBLISH_SECONDS = 60.0  # longest wait until the newest weights are published
-STOP_SECONDS = 2.0  # longest wait for them after a stop request
-CHECK_SECONDS = 0.2  # between two checks for a stop request while waiting for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +47,7 @@ class Policy:
 
 
 def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Policy:
-    """Load the model of the tokenizer; build learner and engine.
-
-    On rank 0 of several ranks, the learner also directs the other ranks. Raises ConfigError.
-    """
+    """Load the model of the tokenizer; build learner and engine. Raises ConfigError."""
     folder = models.model_folder(config.model.name)
     if not isinstance(ranks, DistributedRanks):  # the plan is that of a single process
         build.check_start(config, "trainer", folder)
@@ -106,11 +97,9 @@ def version_files(
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the companion files (content by name) and manifest fields of versions.
 
-    The manifest identifies the tokenizer and has the settings that generators adopt. The companion
-    files of a whole model are its config and tokenizer. LoRA adapters have a config file, and
-    manifest fields with the digest and the name of the base model: generators use them to check
-    that they have the same base model. `adapts_dtype` is its format, and `adapts_packed` the digest
-    of its packed weights.
+    Those of a whole model are its config and tokenizer. LoRA adapters have a config file, and
+    manifest fields by which generators check that they have the same base model: its digest, name
+    and format (`adapts_dtype`), and the digest of its packed weights (`adapts_packed`).
     """
     identity = {
         "tokenizer": models.tokenizer_identity(folder, tokenizer),
@@ -189,8 +178,8 @@ class PolicyPublisher:
     def publish(self, step: int, *, keyframe: bool = False) -> float:
         """Copy the weights of `step` and publish the copy in the background.
 
-        Returns the number of seconds that copying took. The last step is always published as a
-        keyframe, whose folder transformers can load.
+        Returns the seconds of it. The last step is always a keyframe, whose folder transformers can
+        load.
         """
         self.newest_step = step
         keyframe = keyframe or step >= self._session.config.train.max_steps
@@ -217,7 +206,7 @@ class PolicyPublisher:
     def wait(self) -> None:
         """Wait until the newest weights are published or have failed; report a timeout."""
         started = time.monotonic()
-        while not self._publisher.wait(CHECK_SECONDS):
+        while not self._publisher.wait(0.2):
             if time.monotonic() - started > (timeout := self._timeout()):
                 note = f"the last version is still not published after {timeout:.0f} s"
                 self._session.run_log.note(note)
@@ -225,10 +214,9 @@ class PolicyPublisher:
         self.record_reports()
 
     def wait_out(self) -> bool:
-        """Wait until the newest weights are published, also during an outage of the store.
+        """As `wait`, also during an outage; False after a stop request.
 
-        Returns False if a stop is requested meanwhile: `Session.wait_out` then raises OutageError,
-        and the next start of the trainer publishes the weights.
+        The next start publishes them.
         """
         self._publisher.lift_rate_limit()
         try:
@@ -238,7 +226,6 @@ class PolicyPublisher:
         return True
 
     def _check_published(self) -> None:
-        """Call `wait`; raise OutageError if the newest weights are still not published."""
         self.wait()
         if self._publisher.is_pending:
             reason = f"the last version is still being published to {self.store.address}"
@@ -279,7 +266,6 @@ class PolicyPublisher:
                 self._record(version)
 
     def _record(self, version: Version) -> None:
-        """Write a published version to events.jsonl."""
         self._session.run_log.event(
             "publish",
             step=version.step,
@@ -290,18 +276,17 @@ class PolicyPublisher:
         )
 
     def _timeout(self) -> float:
-        """Seconds to wait until the newest weights are published."""
-        return STOP_SECONDS if self._session.stop.requested else PUBLISH_SECONDS
+        # After a stop request, the next start publishes them.
+        return 2.0 if self._session.stop.requested else 60.0
 
 
 # Exporting the weights to folders that transformers and peft can load.
 
 
 def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
-    """Return the folder of the last weights, which transformers can load.
+    """The folder of the last weights for transformers.
 
-    It is the newest version's folder, or an export if that version has only LoRA adapters. If the
-    store has no version, returns the folder of the store.
+    The newest version, or an export of adapters.
     """
     if lora.has_adapters(policy.model):
         return export_adapter(
@@ -318,11 +303,7 @@ def export_adapter(
     model: models.Model,
     tokenizer: models.Tokenizer,
 ) -> Path:
-    """Write `folder/adapter` for peft and `folder/merged` for transformers.
-
-    `model_folder` has the base model. Replaces an earlier export; returns `folder/merged`.
-    Raises OSError.
-    """
+    """Write `folder/adapter` for peft and `folder/merged`, which is returned. Raises OSError."""
     adapter = tensor_set.copy_set(lora.published_weights(model), torch.float32)
     companions, manifest_fields = version_files(config, model_folder, model, tokenizer)
     files = {lora.WEIGHTS_FILE: tensor_set.file_of(adapter, {}), **companions}
@@ -339,11 +320,9 @@ def write_merged(
     model_folder: Path,
     tokenizer: models.Tokenizer,
 ) -> Path:
-    """Merge the adapter into the base weights and write them to folder `target`, in float32.
+    """Merge the adapter into the base weights, in float32; write them to `target` for transformers.
 
-    In bfloat16 rounding would remove most of the adapter. `model_folder` has the base model.
-    Returns `target`, which `from_pretrained` can load. Needs memory for one merged tensor at a
-    time. Raises OSError.
+    In bfloat16 rounding would remove most of the adapter. Raises OSError.
     """
     companions = models.companion_files(model_folder, tokenizer, dtype="float32")
     merged = models.converted_weights(lora.merged_weights(base, adapter), torch.float32)

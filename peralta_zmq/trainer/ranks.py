@@ -1,8 +1,7 @@
 """A trainer of several processes (ranks): each computes a share of every step.
 
-Rank 0 is the trainer: it has the sockets, the journal (the log of received groups) and the weights
-folder. The other ranks are followers: they only have the model. Rank 0 sends the followers commands
-with its settings, the groups of rollouts of each step, and the tensors of a checkpoint.
+Rank 0 is the trainer. The other ranks, the followers, only have the model; rank 0 sends them
+commands with its settings, the groups of each step, and the tensors of a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """This process's rank on its machine, and the number of ranks there.
 
-    None if this is the only rank. Raises ConfigError if WORLD_SIZE is above 1 and another of the
-    VARIABLES is missing.
+    None if it is the only one.
     """
     if environment.get("WORLD_SIZE", "1") == "1":
         return None
@@ -48,16 +46,13 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def is_leader() -> bool:
-    """Whether this process is rank 0, or the only one."""
     return local_rank(os.environ) is None or os.environ["RANK"] == "0"
 
 
 def join(config: Config) -> tuple[Config, Ranks]:
     """Connect to the other ranks, if any; return rank 0's settings and the ranks.
 
-    A follower gets rank 0's settings, except the device and `train.num_workers`, which are its own.
-    Raises ConfigError for a device or optimizer that does not support several ranks, RankError if a
-    rank is missing.
+    A follower keeps its own device and `train.num_workers`. Raises ConfigError or RankError.
     """
     rank_here, num_ranks_here = local_rank(os.environ) or (0, 1)
     # All worker processes of all ranks on this machine share its cores.
@@ -79,7 +74,6 @@ def join(config: Config) -> tuple[Config, Ranks]:
 
 
 def check_supports_ranks(config: Config, device: torch.device) -> None:
-    """Raise ConfigError for a device or optimizer that does not support several ranks."""
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
             f"model.device {device} does not support several ranks; "
@@ -93,7 +87,7 @@ def check_supports_ranks(config: Config, device: torch.device) -> None:
 
 
 def shutdown(ranks: Ranks) -> None:
-    """End the followers, if there are any. Rank 0 calls it after its last step."""
+    """End the followers, if there are any."""
     if isinstance(ranks, DistributedRanks):
         ranks.send_command({"do": "end"})
         ranks.close()
@@ -102,9 +96,8 @@ def shutdown(ranks: Ranks) -> None:
 class LeadingLearner:
     """The learner of rank 0 with several ranks; forwards each call to the followers.
 
-    `ranks.lockstep` is True if the parameters are sharded: each rank holds a part of the weights,
-    and reading them is a collective operation of all ranks. The full weights are then copied to
-    `model`, rank 0's unsharded model, after each step, for evaluation and publication.
+    With `ranks.lockstep` the parameters are sharded, and reading them is a collective operation:
+    the full weights are copied to `model` after each step, for evaluation and publication.
     """
 
     def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
@@ -134,6 +127,10 @@ class LeadingLearner:
             self._ranks.send_command({"do": "add"}, frames)
             self._learner.add(groups)
 
+    def compute(self) -> bool:
+        """False: the ranks compute together, in `finish_step`."""
+        return False
+
     def finish_step(self, *, repeated: UpdateSettings | None = None) -> StepResult:
         """Take the next step on all ranks. Raises as `Learner.finish_step`, or RankError."""
         numbers = None if repeated is None else asdict(repeated)
@@ -149,10 +146,7 @@ class LeadingLearner:
         return self._learner.state()
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state` returned on all ranks.
-
-        Raises ValueError, and changes nothing, if the tensors do not fit the model or optimizer.
-        """
+        """As `Learner.restore`, on all ranks."""
         tensors = dict(tensors)  # read all of them before the other ranks wait for them
         self._learner.restore(step, tensors)
         specs = [
@@ -175,7 +169,6 @@ PolicyLearner: TypeAlias = Learner | LeadingLearner  # the object that the train
 
 
 def make_policy_learner(config: Config, model: models.Model, ranks: Ranks) -> PolicyLearner:
-    """Return rank 0's learner, which also directs the other ranks. Raises as `make_learner`."""
     learner = build.make_learner(config, model, ranks)
     return LeadingLearner(learner, ranks, model) if isinstance(ranks, DistributedRanks) else learner
 
@@ -183,7 +176,7 @@ def make_policy_learner(config: Config, model: models.Model, ranks: Ranks) -> Po
 def run_follower(config: Config, ranks: DistributedRanks) -> None:
     """Execute rank 0's commands until "end". Raises RankError if rank 0 is gone.
 
-    Ignores SIGINT and SIGTERM: rank 0 handles them. Errors of this rank get its number as prefix.
+    Ignores SIGINT and SIGTERM, which rank 0 handles.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

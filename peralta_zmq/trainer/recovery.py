@@ -1,32 +1,25 @@
 """Recovery: every start of the trainer continues from the state in the run folder.
 
-A checkpoint is the saved state after a step. The journal is the write-ahead log of received groups,
-with one file per step. If the journal has lost groups of completed steps, the run is rolled back:
-the lineage counts these roll-backs, and the trainer drops groups that were sampled from the weights
-of the undone steps.
-
 A start brings the trainer to step N, the newest step that the run folder holds:
 
-1. Restore the newest checkpoint, of step C: weights, optimizer, RNG, counts of groups, curriculum.
-   The first start of a fork (fork.py) writes it, as step 0.
-2. Train the steps C+1 to N again from the journal, bit-identically on CPUs: with the learning rate
-   and the other UpdateSettings of the journal, also if the settings have changed, and with the
-   operators and threads that computed the step (models/step_arithmetic.py). Steps already in
-   metrics.jsonl are not written again. Groups above the limits of the settings are refused, and a
-   step whose groups are all refused is skipped. The journaled groups of step N+1, not a full batch
-   yet, become the first groups of the next batch. Then record changed settings.
-3. Correct the run log: remove steps whose groups the journal has lost, which counts as a
-   roll-back; add weight versions that were published just before a kill.
+1. Restore the newest checkpoint, of step C. The first start of a fork (fork.py) writes it, as step
+   0.
+2. Train the steps C+1 to N again from the journal, bit-identically on CPUs: with the UpdateSettings
+   of the journal, and the operators and threads that computed the step (models/step_arithmetic.py).
+   Groups above the limits of the settings are refused, and a step whose groups are all refused is
+   skipped. The groups of step N+1, not a full batch yet, begin the next batch. Then record changed
+   settings.
+3. Correct the run log: remove steps whose groups the journal has lost, which is a roll-back (the
+   lineage counts them); add weight versions that were published just before a kill.
 4. Return some problems, which were excluded as too easy or too hard, to the problems in use.
 5. Publish the weights of step N, unless the weights folder has them; announce them.
 
-A killed trainer loses the groups that are not in the journal on disk yet. Their generators
-send them again, because the trainer has not acknowledged them as durable (in the journal on disk).
+Groups that a kill has lost are sent again: the trainer has not acknowledged them as durable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +38,7 @@ from peralta_zmq.trainer.journal import (
     BEGUN,
     GROUP,
     JOURNAL,
-    LEASED,
+    RANGES,
     DroppedGroup,
     JournalRecord,
     decode_number,
@@ -62,10 +55,7 @@ ALL_REFUSED = "all groups are refused"  # reason for skipping a journaled step
 
 @dataclass(slots=True)
 class Recovery:
-    """Brings a newly opened trainer to the newest step that the run folder holds.
-
-    Waits while the files of the run folder cannot be read or written.
-    """
+    """Brings a new trainer to the newest step; waits while files cannot be read or written."""
 
     session: Session
     previous_config: Config  # settings of the previous session
@@ -73,40 +63,23 @@ class Recovery:
     collector: BatchCollector
     checkpoints: checkpoint.CheckpointWriter
     publishing: PolicyPublisher
-    train_again: Callable[[Sequence[RolloutGroup], UpdateSettings], None]
-    is_exact: bool = True  # repeated steps have the same bits as before
     forked: str = ""  # the weights of another run to which this start has set the learner
-
-    def run(self) -> bool:
-        """Recover the newest step; return False if a stop request ended the replay.
-
-        Raises JournalError if checkpoint and journal contradict each other, are damaged, or belong
-        to another run.
-        """
-        self._restore_checkpoint()
-        restored_step = self.policy.learner.step
-        if not self._replay_journal():
-            return False
-        step = self.policy.learner.step
-        wait_out = self.session.wait_out
-        folder = self.session.folder
-        wait_out(lambda: self._undo_lost_steps(step))
-        self.publishing.record_unrecorded()
-        self.collector.admission.abandoned = wait_out(lambda: abandoned_weights(folder, step))
-        self._return_problems(step)
-        self._report(step, restored_step)
-        self._publish(step)
-        return True
+    is_exact: bool = True  # repeated steps have the same bits as before
+    is_replayed: bool = False  # all journaled steps are trained again
+    restored_step: int = 0  # of the checkpoint
 
     # 1. Restore the newest checkpoint.
 
-    def _restore_checkpoint(self) -> None:
+    def restore_checkpoint(self) -> None:
         """Restore learner and collector from the newest checkpoint, if there is one."""
         folder = self.session.folder
         remedy = "choose another --run.name, or the model and optimizer it was made with"
 
         def restore_newest() -> checkpoint.Checkpoint | None:
-            saved = self._newest_checkpoint()
+            checkpoints = folder / CHECKPOINTS
+            atomic_files.sweep(checkpoints)  # of half-written ones
+            run_id = self.session.run_id
+            saved = checkpoint.newest(checkpoints, run_id=run_id, way_back=self._way_back)
             if saved is not None:
                 checkpoint.restore(self.policy.learner, saved, run_folder=folder, remedy=remedy)
             return saved
@@ -115,7 +88,9 @@ class Recovery:
         if saved is None:
             self.session.wait_out(self._check_journal_start)
             if self.forked:
-                self._save_fork()
+                self.session.run_log.event("fork", source=self.forked)
+                self.session.wait_out(self.checkpoints.write)
+                self.session.run_log.note(f"forked: step 0 has the {self.forked}")
             return
         saved_base = saved.progress.get("adapts")  # LoRA: digest of the base model
         base = self.policy.manifest_fields.get("adapts")
@@ -133,14 +108,9 @@ class Recovery:
                 "and install the version of peralta_zmq that made the run"
             )
         self.collector.restore(saved.progress)
+        self.restored_step = saved.step
         self.checkpoints.saved_step = saved.step
         self.checkpoints.update_progress()
-
-    def _newest_checkpoint(self) -> checkpoint.Checkpoint | None:
-        """Read the newest valid checkpoint; removes half-written checkpoints."""
-        folder = self.session.folder / CHECKPOINTS
-        atomic_files.sweep(folder)
-        return checkpoint.newest(folder, run_id=self.session.run_id, way_back=self._way_back)
 
     def _way_back(self) -> str:
         """The remedy if no checkpoint verifies."""
@@ -152,10 +122,7 @@ class Recovery:
         return f"put a copy back, or continue from published weights: {fork}"
 
     def _check_journal_start(self) -> None:
-        """Raise JournalError if the journal starts after step 1, or is that of a fork.
-
-        Without a checkpoint, nothing else can restore the weights before the journal.
-        """
+        """Raise JournalError if the journal starts after step 1, or is that of a fork."""
         folder = self.session.folder / JOURNAL
         # The journal may be empty: in a new run, or because a checkpoint of the last recorded step
         # made all its files superfluous. It then begins with the next step.
@@ -168,20 +135,13 @@ class Recovery:
                 f"{self.session.folder}/checkpoints back, or delete the run to start over"
             )
 
-    def _save_fork(self) -> None:
-        """Record from where the run continues; write the checkpoint of step 0."""
-        run_log = self.session.run_log
-        run_log.event("fork", source=self.forked)
-        self.session.wait_out(self.checkpoints.write)
-        run_log.note(f"forked: step 0 has the {self.forked}")
-
     # 2. Train the journaled steps again.
 
-    def _replay_journal(self) -> bool:
-        """Train the journaled steps again, with what they were trained with.
+    def journaled_steps(self) -> Iterator[tuple[list[RolloutGroup], UpdateSettings]]:
+        """Yield the groups of each journaled step, and the numbers that it was trained with.
 
-        Changed settings thus apply to new steps only. Returns False if a stop is requested; the
-        next start replays the remaining steps.
+        The caller takes the step before it asks for the next one. Ends early if a stop is
+        requested.
         """
         learner = self.policy.learner
         run_log = self.session.run_log
@@ -200,18 +160,21 @@ class Recovery:
                     run_log.event(REPLAY, checkpoint=begin, steps=end - begin)
                     run_log.note(f"replaying the journal from step {begin + 1} on")
                 if self.session.stop.requested:
-                    return False
+                    return
                 if groups := self.collector.take_batch():
                     self._use_arithmetic(begun)
                     numbers = build.update_settings(self.previous_config, learner.step + 1)
-                    self.train_again(groups, begun or numbers)
+                    yield groups, begun or numbers
                 else:
-                    self._skip_step()
+                    skip_step(learner)
+                    self.checkpoints.update_progress()
+                    run_log.event("skip", step=learner.step, reason=ALL_REFUSED)
+                    run_log.note(f"step {learner.step} skipped: {ALL_REFUSED}")
                 progress.update(learner.step - begin)
         models.use_arithmetic(self.policy.arithmetic, self.policy.arithmetic)
         if self.previous_config != config:
             self._adopt_settings()
-        return True
+        self.is_replayed = True
 
     def _use_arithmetic(self, begun: UpdateSettings | None) -> None:
         """Compute the next step as it was computed before. Raises JournalError if it cannot be."""
@@ -227,20 +190,10 @@ class Recovery:
             ) from None
         self.is_exact = self.is_exact and is_exact
 
-    def _skip_step(self) -> None:
-        """Skip a journaled step whose groups are all refused, and report it."""
-        skip_step(self.policy.learner)
-        self.checkpoints.update_progress()
-        step = self.policy.learner.step
-        run_log = self.session.run_log
-        run_log.event("skip", step=step, reason=ALL_REFUSED)
-        run_log.note(f"step {step} skipped: {ALL_REFUSED}")
-
     def _adopt_settings(self) -> None:
         """Write a checkpoint, record the changed settings, then write them.
 
-        After this checkpoint no restart needs the previous limits of groups. A kill before the
-        last write records the changes twice.
+        After this checkpoint no restart needs the previous limits of groups.
         """
         session = self.session
         previous = self.previous_config
@@ -253,21 +206,29 @@ class Recovery:
             )
         session.wait_out(lambda: write_resolved(session.config, session.folder))
 
-    # 3. Correct the run log.
+    # 3. to 5.
 
-    def _undo_lost_steps(self, step: int) -> None:
-        """Undo recorded steps that the journal has lost; they are trained on new groups."""
+    def finish(self) -> bool:
+        """Correct the run log, return problems, publish; False if a stop has ended the replay."""
+        if not self.is_replayed:
+            return False
+        step = self.policy.learner.step
+        wait_out = self.session.wait_out
+        folder = self.session.folder
         run_log = self.session.run_log
         if (last := run_log.last_step) > step:
-            run_log.rewind(step)
+            wait_out(lambda: run_log.rewind(step))
             run_log.note(
                 f"the journal has lost groups: steps {step + 1} to {last} are trained again"
             )
-
-    # 4. Return excluded problems, and report.
+        self.publishing.record_unrecorded()
+        self.collector.admission.abandoned = wait_out(lambda: abandoned_weights(folder, step))
+        self._return_problems(step)
+        self._report(step)
+        self._publish(step)
+        return True
 
     def _return_problems(self, step: int) -> None:
-        """Return the configured fractions of the excluded problems to the problems in use."""
         config = self.session.config
         num_returned = self.collector.curriculum.pools.return_to_normal(
             easy_fraction=config.curriculum.easy_fraction,
@@ -277,9 +238,9 @@ class Recovery:
         if num_returned:
             self.session.run_log.event("pool_returned", problems=num_returned)
 
-    def _report(self, step: int, restored_step: int) -> None:
-        """Report on the terminal and in events.jsonl where the run continues."""
+    def _report(self, step: int) -> None:
         run_log = self.session.run_log
+        restored_step = self.restored_step
         num_replayed = step - restored_step
         max_steps = self.session.config.train.max_steps
         if step >= max_steps and run_log.was_complete:
@@ -302,13 +263,10 @@ class Recovery:
                 arithmetic=dict(self.policy.arithmetic),
             )
 
-    # 5. Publish the weights.
-
     def _publish(self, step: int) -> None:
         """Publish the weights of `step`, or announce them if the store has them.
 
-        Weights that may have other bits than before are published under a new number. The last step
-        of a run must be a keyframe, and train.max_steps may have been lowered.
+        Weights that may have other bits than before are published under a new number.
         """
         newest = self.publishing.store.newest()
         is_last = step >= self.session.config.train.max_steps
@@ -329,14 +287,10 @@ class Recovery:
 def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
     """Load the batch of `step` from the journal; return True if the step can be taken.
 
-    Refuses groups that exceed the limits. The step can be taken, i.e. trained or skipped,
-
-    - if the batch is full, or
-    - if groups were refused and it is not the last step of the journal.
-
-    Otherwise the last step of the journal is the beginning of the next batch, and an earlier step
-    is damaged: raises JournalError, as for a group that the checkpoint has counted, too. Waits
-    while the journal cannot be read.
+    That is, trained or skipped: if the batch is full, or if groups were refused and it is not the
+    last step of the journal. Otherwise the last step is the beginning of the next batch, and an
+    earlier one is damaged: raises JournalError, as for a group that the checkpoint has counted,
+    too.
     """
     journal = collector.journal
     wait_out = collector.session.wait_out
@@ -344,9 +298,9 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     begun: UpdateSettings | None = None
     num_refused = 0
     for record in wait_out(lambda: journal.read(step)):
-        if record.kind == LEASED:
-            leases = collector.curriculum.leases
-            leases.next_index = max(leases.next_index, decode_number(record.content))
+        if record.kind == RANGES:
+            ranges = collector.curriculum.ranges
+            ranges.next_index = max(ranges.next_index, decode_number(record.content))
             continue
         group = _decode(collector, step, record, limits)
         if isinstance(group, UpdateSettings):
@@ -360,7 +314,7 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
             num_refused += record.kind == GROUP  # exceeds the limits; decoded as a DroppedGroup
         # `settle` returns False for a group that the checkpoint has counted.
         if not collector.admission.ledger.settle(
-            group.sender, group.sequence, outcome, min_sequence=group.min_sequence
+            group.sender, group.group_number, outcome, min_group_number=group.min_group_number
         ):
             raise JournalError(
                 f"the checkpoint and the journal of step {step} in {collector.session.folder} "
@@ -412,6 +366,6 @@ def _decode(
 
 
 def _storage_of(fields: Mapping[str, Any]) -> str:
-    """Format of the base model of adapters, and digest if packed, from its manifest fields."""
+    """Format of the base model of adapters, and its digest if packed."""
     digest = fields.get("adapts_packed")
     return str(fields.get("adapts_dtype", "float32")) + (f" ({digest})" if digest else "")

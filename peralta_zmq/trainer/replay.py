@@ -1,10 +1,8 @@
-"""The tool `bin/replay`: repeat the training steps of a run, with its journaled rollouts.
+"""Program bin/replay: repeat the training steps of a run, with its journaled rollouts.
 
-The journal holds the rollouts of each training step. A replay needs no generators and does not
-change the run. With the run's settings it reproduces the weights that the run published,
-bit-identically on CPUs, if it has as many ranks (`torchrun bin/replay RUN`) as the run had. With
-other settings (`--loss.name grpo`) it shows their effect on the same rollouts.
-`bin/replay export` writes a published weight version as a model folder.
+With the run's settings it reproduces the weights that the run published, bit-identically on CPUs,
+if it has as many ranks as the run had. With other settings it shows their effect on the same
+rollouts. `bin/replay export` writes a published weight version as a model folder.
 """
 
 from __future__ import annotations
@@ -60,15 +58,11 @@ DIFFERENT, DAMAGED = 1, 3  # exit codes, see `main`; 2 means any other error
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay or export; returns the exit code.
+    """Replay or export; returns the exit code: DIFFERENT, DAMAGED (unreadable versions) or 0.
 
-    The exit code is DIFFERENT if replayed weights differ from the published ones. Otherwise it is
-    DAMAGED if published versions cannot be read; they are named on stderr and not compared.
-
-    Weights are compared only if the options change no setting. Different weights are not an error
-    if a session of the run with another number of ranks trained this step or an earlier one of this
-    replay, because the order of a sum changes its last bits. Raises ConfigError or JournalError if
-    there is nothing to replay, StoreError if the weights folder cannot be listed.
+    Weights are compared only if the options change no setting, and not after steps that a session
+    with another number of ranks trained, because the order of a sum changes its last bits. Raises
+    ConfigError or JournalError if there is nothing to replay, StoreError.
     """
     options, settings = replay_options(arguments)
     if arguments[:1] == ["export"]:
@@ -81,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         run_follower(config, ranks)
         return 0
     run_config = _load_config(run)
-    published, problems = _published(run, config) if config == run_config else ({}, [])
+    published, problems = published_ids(run, config) if config == run_config else ({}, [])
     other_ranks = [
         session
         for session in _recorded_sessions(run, newest_step=max(published, default=0))
@@ -120,13 +114,10 @@ def replay(
 ) -> Iterator[tuple[range, dict[str, float], str]]:
     """Yield the steps trained so far, metrics of the last one, and the sha256 of its weights.
 
-    The weights are those that the step would publish. `first` and `last` limit the steps that are
-    yielded; None: no limit. Training starts from the newest checkpoint before `first`, or from the
-    base model, so steps before `first` may be trained but are not yielded. Each step has the
-    learning rate and the other UpdateSettings of the journal, unless `config` changes those of the
-    run. A step whose groups all exceed the limits of the run is skipped and has no metrics. Raises
-    JournalError if the journal starts too late, has a gap, or ends before `first`. Only rank 0
-    calls it.
+    Training starts from the newest checkpoint before `first`, or from the base model; earlier steps
+    than `first` are not yielded. Steps have the UpdateSettings of the journal, unless `config`
+    changes those of the run. A step whose groups are all refused is skipped and has no metrics.
+    Raises JournalError for a gap in the journal.
     """
     run_config = _load_config(folder)
     model = build.load_policy(config, models.model_folder(config.model.name))
@@ -151,7 +142,12 @@ def replay(
                 journaled = journaled._replace(begun=None)
             if config == run_config and journaled.begun is not None:
                 _use_arithmetic(journaled.begun.arithmetic, here, step)
-            metrics = _train(learner, journaled)
+            if journaled.groups:
+                learner.add(journaled.groups)
+                metrics = learner.finish_step(repeated=journaled.begun).metrics
+            else:
+                skip_step(learner)
+                metrics = {}
             progress.hide()
             if first is None or step >= first:
                 weights = lora.published_weights(model)
@@ -171,9 +167,9 @@ class _JournaledStep(NamedTuple):
 def _read_step(
     config: Config, folder: Path, step: int, limits: wire.GroupLimits, *, is_newest: bool
 ) -> _JournaledStep | None:
-    """Read a step of the run in `folder`; None if it is the newest one and not complete.
+    """Read a step; None if it is the newest one and not complete.
 
-    Raises JournalError if another step lacks groups.
+    JournalError if it lacks groups.
     """
     records, _ = journal.read_records(folder / journal.JOURNAL, step)
     decoded = [
@@ -202,7 +198,6 @@ def _read_step(
 
 
 def _use_arithmetic(recorded: Mapping[str, str], here: Mapping[str, str], step: int) -> None:
-    """Compute as a step was computed. Raises JournalError if this is not possible here."""
     try:
         models.use_arithmetic(recorded, here)
     except ConfigError as error:
@@ -212,20 +207,10 @@ def _use_arithmetic(recorded: Mapping[str, str], here: Mapping[str, str], step: 
         ) from None
 
 
-def _train(learner: PolicyLearner, step: _JournaledStep) -> dict[str, float]:
-    """Take the learner's next step, and return its metrics; skip it if it has no groups."""
-    if not step.groups:
-        skip_step(learner)
-        return {}
-    learner.add(step.groups)
-    return learner.finish_step(repeated=step.begun).metrics
-
-
 def export(run: Path, step: int | None, target: Path) -> Version:
     """Write the published version of a step, or the newest, as a folder for transformers.
 
-    LoRA adapters are merged into their base model. Raises StoreError if there is no version of the
-    step, if the version cannot be read, or if the folder exists or cannot be written.
+    Raises StoreError if it cannot be read, or if the folder exists or cannot be written.
     """
     config = _load_config(run)
     try:
@@ -248,7 +233,6 @@ def export(run: Path, step: int | None, target: Path) -> Version:
 
 
 def _export_merged(config: Config, version: Version, local: Path, target: Path) -> None:
-    """Write the adapter in `local`, merged into its base model, to folder `target`."""
     base_folder = build.base_folder(config, version)
     trust = config.model.trust_remote_code
     base = frozen_base.load_base_weights(
@@ -273,7 +257,6 @@ def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
-    """Load the settings of the run, changed by the command-line options `settings`."""
     if not (run / RESOLVED).exists():
         raise ConfigError(f"{run} has no {RESOLVED}; give the folder of a run, such as runs/demo")
     return load_resolved(f"{program_name('replay')} RUN", run, settings)
@@ -318,10 +301,10 @@ def _other_ranks_text(sessions: Sequence[_RecordedSession], num_ranks: int) -> s
 def _restore(
     learner: PolicyLearner, folder: Path, earliest: int, first: int | None, *, is_fork: bool
 ) -> None:
-    """Restore the newest checkpoint before step `first`; a run that is a fork needs one.
+    """Restore the newest checkpoint before step `first`.
 
-    `earliest` is the first step in the journal, and the default of `first`. Raises JournalError if
-    the journal lacks steps after that checkpoint.
+    JournalError if steps after it are missing. `earliest` is the first step in the journal, and the
+    default of `first`.
     """
     run_id = known_run_id(folder) or ""
     until = earliest - 1 if first is None else first - 1
@@ -336,12 +319,10 @@ def _restore(
         )
 
 
-def _published(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
-    """The sha256 of the published weights by step, and a line for each problem.
+def published_ids(run: Path, config: Config) -> tuple[dict[int, str], list[str]]:
+    """The sha256 of the published weights by step, and a line for each version that cannot be read.
 
-    Leaves out versions that a roll-back of the run has undone. Problems are versions that cannot be
-    read, because they or versions that they depend on are damaged, and a missing RUN.json, the file
-    that names the run of the weights folder. Raises StoreError if the folder cannot be listed.
+    Leaves out versions that a roll-back has undone. Raises StoreError.
     """
     digests: dict[int, str] = {}
     problems: dict[int, str] = {}  # by version number
@@ -385,10 +366,6 @@ def _is_undone(version: Version, targets: Sequence[float]) -> bool:
 
 
 def _numbers_in(store: WeightStore) -> list[int]:
-    """Numbers of all versions in the store, including damaged ones, ascending.
-
-    Raises StoreError.
-    """
     try:
         return store.numbers()
     except OSError as error:

@@ -1,14 +1,11 @@
-"""Resources of a trainer session: run folder, weights folder, stop flag.
+"""Resources of a trainer session: run folder, weights folder, sockets, stop flag.
 
-A session is one start of the trainer; a run continues over any number of sessions. The run folder
-has a lock file, RUN.json (the run's id, the weights folder that the run has claimed, and properties
-of the tokenizer), config.toml (the settings) and all records of the run. Only the run that has
-claimed a weights folder publishes weights to it.
+A session is one start of the trainer. The run folder has a lock file, RUN.json (the run's id, its
+weights folder, and properties of the tokenizer), config.toml (the settings) and all records.
 
-An outage is a time in which a disk or a mounted folder of the run cannot be used, such as a full
-disk or a NAS that is off. The trainer of an existing run waits until the outage is over, also at
-the start of a session. The first start of a new run fails instead, because the settings may be
-wrong.
+An outage is a time in which a disk or a mounted folder of the run cannot be used. The trainer of an
+existing run waits until it is over, also at the start of a session. The first start of a new run
+fails instead, because the settings may be wrong.
 """
 
 from __future__ import annotations
@@ -16,11 +13,12 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from types import FrameType
 from typing import IO, Any, TypeVar
 
 from peralta_zmq import addresses, atomic_files, errors, models, wire
+from peralta_zmq.addresses import with_port
 from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
 from peralta_zmq.config import RESOLVED, Config, earlier_config, write_resolved
 from peralta_zmq.config.resolved import REMEDY
@@ -36,10 +35,10 @@ from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import open_trackers
 from peralta_zmq.trainer.journal import JOURNAL, Journal
+from peralta_zmq.weights.backends import ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
 IDENTITY = "RUN.json"  # file in the run folder
-LOCK_RETRY_SECONDS = 0.1  # dashboard and bin/doctor test the lock, and hold it for less than this
 WARNING_SECONDS = 30.0  # interval of warnings during an outage
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -66,9 +65,9 @@ class Session:
         self.wait_out(self.address_file.check)
 
     def wait_out(self, operation: Callable[[], Result]) -> Result:
-        """Call `operation` until no outage prevents it (see the function `wait_out`).
+        """Call `operation` until no outage prevents it.
 
-        Reports the outage on the terminal and in events.jsonl.
+        Reports the outage in terminal and events.jsonl.
         """
 
         def report(text: str) -> None:
@@ -80,16 +79,12 @@ class Session:
 
 
 class StopSignal:
-    """Sets `requested` on the first SIGINT or SIGTERM.
-
-    The second signal of the same kind ends the process.
-    """
+    """Sets `requested` on the first SIGINT or SIGTERM; the second one ends the process."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def install(self) -> None:
-        """Install the handlers of SIGINT and SIGTERM in this process."""
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
 
@@ -105,9 +100,8 @@ class StopSignal:
 
 
 class ProgressAnnouncer:
-    """Publishes announcements, which tell all generators the trainer's progress.
+    """Publishes announcements. Callers change some fields; all others keep their values.
 
-    Each caller changes some fields; each announcement has the newest values of all fields.
     Thread-safe.
     """
 
@@ -137,9 +131,8 @@ def wait_out(
 ) -> Result:
     """Retry `operation` while it raises OutageError or OSError; return its result.
 
-    Reports the reason every WARNING_SECONDS, and the end of the outage. `folder` is the run folder,
-    for the message. Raises OutageError if a stop is requested during the outage, and ConfigError if
-    waiting does not end it.
+    Raises OutageError if a stop is requested during the outage, and ConfigError if waiting does not
+    end it.
     """
     started = time.monotonic()
     delay = FIRST_OUTAGE_DELAY
@@ -148,7 +141,10 @@ def wait_out(
         try:
             result = operation()
         except (OutageError, OSError) as error:
-            text = _outage_text(error, folder)
+            text = str(error)
+            if not isinstance(error, OutageError):
+                name = error.filename or folder
+                text = f"{name} cannot be used: {failure_text(error, folder)}"
             now = time.monotonic()
             if errors.is_permanent(error.__cause__ if isinstance(error, OutageError) else error):
                 raise ConfigError(text) from None
@@ -163,13 +159,6 @@ def wait_out(
             return result
         stop.pause(delay)
         delay = min(LONGEST_OUTAGE_DELAY, 2 * delay)
-
-
-def _outage_text(error: OutageError | OSError, folder: Path) -> str:
-    """Message with the file or folder that cannot be used, and the reason."""
-    if isinstance(error, OutageError):
-        return str(error)
-    return f"{error.filename or folder} cannot be used: {failure_text(error, folder)}"
 
 
 # The run folder, its identity and its claim on the weights folder.
@@ -187,11 +176,10 @@ class RunIdentity:
 
 
 def identify_run(config: Config, stack: ExitStack, stop: StopSignal) -> RunIdentity:
-    """Read the identity of the run, or choose a new one.
+    """Read the identity of the run, or choose a new one. Raises ConfigError.
 
     With wire.address_dir, a cluster may start a second trainer while the first one starts a new
-    run. Therefore the folder of a new run is then locked first, until `stack` closes; another
-    trainer is waited for. Raises ConfigError if the folder cannot be written.
+    run. Therefore the folder of a new run is then locked first, until `stack` closes.
     """
     folder = config.run_folder
 
@@ -221,9 +209,9 @@ def open_run_folder(
 ) -> tuple[RunLog, Journal]:
     """Lock the run folder, claim the weights folder, open the run log and the journal.
 
-    Writes the address file before the journal is read. Waits while the folders of an existing run
-    cannot be used. For a new run, raises ConfigError or StoreError instead; after StoreError the
-    new files are removed. Raises ConfigError if the run was made with another tokenizer.
+    Waits while the folders of an existing run cannot be used. For a new run, raises ConfigError or
+    StoreError instead; after StoreError the new files are removed. Raises ConfigError if the run
+    was made with another tokenizer.
     """
     folder = config.run_folder
     run_id = identity.run_id
@@ -274,12 +262,11 @@ def _unwritable_error(folder: Path, error: OSError) -> ConfigError:
 
 
 def _locked(config: Config, identity: RunIdentity) -> IO[bytes]:
-    """Lock the run folder until the returned file is closed; write missing files.
+    """Lock the run folder until the returned file is closed.
 
-    Writes RUN.json of a new run, and config.toml if it is missing. Raises OutageError if RUN.json
-    of an existing run is missing: the disk was unmounted since it was read; and with
-    wire.address_dir, if another trainer has the lock. Raises ConfigError if another trainer has it,
-    or has started the new run meanwhile.
+    Write missing RUN.json and config.toml. Raises OutageError if RUN.json of an existing run is
+    missing: the disk was unmounted. Raises ConfigError (with wire.address_dir, OutageError) if
+    another trainer has the lock.
     """
     folder = config.run_folder
     if not identity.is_new and not (folder / IDENTITY).exists():
@@ -299,7 +286,7 @@ def _locked(config: Config, identity: RunIdentity) -> IO[bytes]:
 
 
 def check_tokenizer(config: Config, identity: str | None) -> None:
-    """Raise ConfigError if the run was made with another tokenizer than that with `identity`."""
+    """Raise ConfigError if the run was made with another tokenizer."""
     known = _read_identity(config.run_folder, "tokenizer")
     if changes := models.tokenizer_changes(known, identity):
         raise ConfigError(
@@ -309,7 +296,7 @@ def check_tokenizer(config: Config, identity: str | None) -> None:
 
 
 def _lock(config: Config) -> IO[bytes]:
-    """Lock the run folder; raises OutageError if another trainer of a cluster has the lock."""
+    """Lock the run folder; OutageError if another trainer of a cluster has the lock."""
     try:
         return lock(config.run_folder)
     except ConfigError as error:
@@ -320,12 +307,9 @@ def _lock(config: Config) -> IO[bytes]:
 
 
 def lock(folder: Path) -> IO[bytes]:
-    """Lock a run folder until the returned file is closed.
-
-    Raises ConfigError if another process holds the lock.
-    """
+    """Lock a run folder until the returned file is closed. Raises ConfigError."""
     opened = (folder / LOCK).open("ab")
-    for wait_seconds in (LOCK_RETRY_SECONDS, 0.0):
+    for wait_seconds in (0.1, 0.0):  # dashboard and bin/doctor hold it for less, to test it
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return opened
@@ -340,29 +324,20 @@ def _in_use_error(folder: Path) -> ConfigError:
 
 
 def known_run_id(folder: Path) -> str | None:
-    """The run's id in RUN.json; None for a new run.
-
-    Raises OSError if RUN.json cannot be read, JournalError if it is damaged.
-    """
+    """The run's id in RUN.json; None for a new run. Raises OSError or JournalError."""
     return _read_identity(folder, "run_id")
 
 
 def write_identity(
     folder: Path, *, run_id: str, weights: str | None, tokenizer: str | None = None
 ) -> None:
-    """Write RUN.json; `weights` is the address of the claimed weights folder.
-
-    Raises OSError.
-    """
+    """Write RUN.json; `weights` is the address of the claimed weights folder. Raises OSError."""
     text = json.dumps({"run_id": run_id, "weights": weights, "tokenizer": tokenizer}) + "\n"
     atomic_files.replace_file(folder / IDENTITY, text.encode())
 
 
 def _read_identity(folder: Path, field: str) -> str | None:
-    """A field of RUN.json, or None if there is no such file.
-
-    Raises OSError if the file cannot be read, JournalError if it is damaged.
-    """
+    """A field of RUN.json; None if there is no such file. Raises OSError or JournalError."""
     file = folder / IDENTITY
     try:
         value = atomic_files.parse_object(file.read_bytes())[field]
@@ -379,9 +354,9 @@ def _read_identity(folder: Path, field: str) -> str | None:
 def _claim_weights(store: WeightStore, config: Config, identity: RunIdentity) -> None:
     """Claim the weights folder for the run. Raises StoreError if another run has it.
 
-    If weights.dir is set and the run has claimed the folder before, a missing folder is not
-    created: its file system is not mounted. The default folder, inside the run folder, is created
-    again, because users delete it to free space. Raises OutageError or OSError if waiting may help.
+    A folder that weights.dir names and that was claimed before is not created: its file system is
+    not mounted. The default folder is, because users delete it to free space. Raises OutageError or
+    OSError if waiting may help.
     """
     folder = config.run_folder
     run_id = identity.run_id
@@ -392,14 +367,81 @@ def _claim_weights(store: WeightStore, config: Config, identity: RunIdentity) ->
 
 
 def _remove_new(folder: Path) -> None:
-    """Remove the run folder of a new run that could not start."""
     for name in (IDENTITY, RESOLVED, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # not empty: for example, it has logs of the supervisor
         folder.rmdir()
 
 
-# Dashboard.
+# Sockets and dashboard.
+
+
+def open_authenticator(
+    config: Config, stack: ExitStack, stop: StopSignal, *, is_new: bool
+) -> wire.Authenticator:
+    """Accept the holders of the keys from now on; without keys, everyone.
+
+    Waits while the keys of an existing run cannot be read; OutageError for a new run. Raises
+    WireError if a key cannot be used.
+    """
+
+    def start() -> wire.Authenticator:
+        return wire.Authenticator(config.keys_folder)
+
+    authenticator = start() if is_new else wait_out(start, folder=config.run_folder, stop=stop)
+    return stack.enter_context(closing(authenticator))
+
+
+def open_sockets(
+    config: Config,
+    stack: ExitStack,
+    run_id: str,
+    limits: wire.GroupLimits,
+    worker_info: Mapping[str, str],
+    train_set_digest: bytes,
+    authenticator: wire.Authenticator,
+) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, ProgressAnnouncer, wire.AddressFile]:
+    """Bind the four ports of wire/__init__.py: from wire.port on, or the first free ones.
+
+    `train_set_digest` lets a generator detect that it has other training problems. The address is
+    not written to its file yet. Raises WireError if a port is in use.
+    """
+    bind = config.wire.bind
+    port = config.wire.port
+    if config.address_folder is not None:  # generators find any port
+        port = wire.first_free_port(bind, port)
+    address = f"tcp://{with_port(bind, port)}"
+    receiver = wire.RolloutReceiver(
+        address,
+        run_id=run_id,
+        limits=limits,
+        hwm=config.wire.hwm,
+        authenticator=authenticator,
+    )
+    stack.enter_context(closing(receiver))
+    publisher = wire.AnnouncementPublisher(wire.next_port(address), authenticator=authenticator)
+    stack.enter_context(closing(publisher))
+    statuses = wire.GeneratorStatusReceiver(
+        wire.next_port(address, 2), run_id=run_id, authenticator=authenticator
+    )
+    stack.enter_context(closing(statuses))
+    info = wire.ProbeReply(config.run.name, run_id=run_id, worker_info=dict(worker_info))
+    create = None
+    if "://" not in config.weights_address:  # a folder, not a bucket
+        create = stack.enter_context(closing(ProbeFile(config.weights_folder))).create
+    probes = wire.ProbeServer(
+        wire.next_port(address, 3), info, create_file=create, authenticator=authenticator
+    )
+    stack.enter_context(closing(probes))
+    announcement = wire.Announcement(
+        run_id,
+        incarnation=os.urandom(8),
+        train_set_digest=train_set_digest,
+        max_group_bytes=limits.max_bytes,
+    )
+    address_file = wire.AddressFile(config.address_folder, config.wire.host, port, run_id)
+    stack.enter_context(closing(address_file))
+    return receiver, statuses, ProgressAnnouncer(publisher, announcement), address_file
 
 
 def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:

@@ -13,7 +13,7 @@ from peralta_zmq.environments import rows_task
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import CUT_OFF, Answer, Problem
-from peralta_zmq.trainer.answers import Answering
+from peralta_zmq.trainer.evaluation import Answering
 from peralta_zmq.trainer.policy import Policy
 
 ANSWER_SECONDS = 20.0  # longest time to sample the example
@@ -29,10 +29,7 @@ def start_lines(
     *,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """At most seven lines; `reasons` are those of the settings that the program chose.
-
-    If `is_stopped` returns True while the example is sampled, it is left out.
-    """
+    """At most seven lines; `reasons` are those of the settings that the program chose."""
 
     def shown(name: str, text: str) -> str:
         return f"{text} ({reasons[name]})" if name in reasons else text
@@ -78,7 +75,6 @@ def _task_text(env: EnvSection, train: Environments) -> str:
 def _example_text(
     config: Config, policy: Policy, held_out: Environments, is_stopped: Callable[[], bool]
 ) -> str:
-    """The model's answer to a held-out problem, and its reward; empty without one."""
     problem = held_out.problems[0]
     try:
         answers = _answers(config, policy, held_out, problem, is_stopped)

@@ -1,15 +1,10 @@
 """Weight store: how the weights that a trainer publishes reach the generators.
 
-A keyframe is a version with all weights; a delta has only the changes since an earlier version.
-
-- The trainer: `publisher` writes versions in a thread, through `store`, to a backend; `pruning`
-  removes old versions.
-- A generator: `subscriber` finds, loads and verifies versions in a thread. It reads them through
-  `store` and applies them to `replica`, the local copy, which deltas update.
-- Backends: `backends` defines their interface and the one for folders; `http_backend` reads from
-  a trainer's HTTP `server`, `object_store_backend` uses S3.
-- `leases`: files by which processes agree who publishes, and which versions are being read.
-- Formats: `version` (manifest), `delta` (encoded changes), `tensor_set` (safetensors files).
-
+A keyframe is a version with all weights; a delta has only the changes since an earlier version. The
+trainer's `publisher` writes versions through `store` to a backend (`backends`, `http_backend`,
+`object_store_backend`); a generator's `subscriber` loads and verifies them in a thread, and applies
+them to `replica`, its local copy. `locks`: files by which processes agree who publishes, and which
+versions are being read. `server` serves a folder over HTTP. Formats: `version` (manifest), `delta`,
+`tensor_set` (safetensors).
 docs/weights.md describes the protocol.
 """

@@ -1,8 +1,4 @@
-"""Storage backends of the weight store: their interface, and the backend for folders.
-
-Also `FolderWatcher`, which reports new names in a folder, and `ProbeFile`, with which `bin/doctor`
-checks that two machines have mounted the same folder.
-"""
+"""Storage backends of the weight store: their interface, and the backend for folders."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from watchdog.observers import Observer
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import About, Content, CorruptError, Manifest
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.leases import FolderLeases
+from peralta_zmq.weights.locks import FolderLocks
 
 PROBE_PREFIX = "doctor-"  # beginning of a probe file's name
 # Errors of a rename that no retry helps against; others are those of a disk or NAS that is failing.
@@ -32,7 +28,7 @@ class StorageBackend(Protocol):
     """Folders of immutable files, one level deep. Every method may raise OSError."""
 
     address: str  # folder or URL
-    leases: FolderLeases  # files with which processes coordinate
+    locks: FolderLocks  # files with which processes coordinate
 
     def names(self) -> list[str]:
         """Names of all folders and files in the store, including those of other programs."""
@@ -41,7 +37,7 @@ class StorageBackend(Protocol):
     def path(self, name: str) -> Path:
         """Path of a folder in the store.
 
-        Path(name) if the store is not a folder of this machine: callers then use only the name.
+        Path(name) if the store is not a folder of this machine.
         """
         ...
 
@@ -50,11 +46,10 @@ class StorageBackend(Protocol):
         ...
 
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
-        """Write a folder atomically: its files, then manifest.json, then STABLE.
+        """Write a folder atomically: its files, then manifest.json, then STABLE with its hash.
 
-        manifest.json has the sizes and hashes of the files, STABLE the hash of manifest.json.
-        `about` is a mapping with the other fields of the manifest, or a function that returns the
-        mapping and is called after the files are written.
+        `about` is a mapping with further fields of the manifest, or a function that returns it and
+        is called after the files are written.
         """
         ...
 
@@ -88,14 +83,12 @@ class LocalBackend:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.address = str(folder)
-        self.leases = FolderLeases(folder)
+        self.locks = FolderLocks(folder)
 
     def names(self) -> list[str]:
-        """Names of all folders and files in the folder."""
         return os.listdir(self.folder)
 
     def path(self, name: str) -> Path:
-        """Path of a file or folder in the folder."""
         return self.folder / name
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
@@ -106,11 +99,9 @@ class LocalBackend:
         return atomic_files.read_chunks(self.folder, *path.split("/"), start=start)
 
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
-        """Write a folder under a temporary name, then rename it."""
         return atomic_files.write_folder(self.folder / name, files, about)
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write a file under a temporary name, then rename it."""
         atomic_files.replace_file(self.folder / name, content)
 
     def remove(self, name: str) -> None:
@@ -120,7 +111,7 @@ class LocalBackend:
     def prepare(self) -> None:
         """Create the folder.
 
-        Raises StoreError if its file system cannot rename folders, OSError after another failure.
+        Raises StoreError if its file system cannot rename folders, OSError.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         probe = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
@@ -141,13 +132,12 @@ class LocalBackend:
                     folder.rmdir()
 
     def free_bytes(self) -> int:
-        """Free space for unprivileged users, in bytes."""
         space = os.statvfs(self.folder)
         return space.f_bavail * space.f_frsize
 
 
 class ProbeFile:
-    """A file in a weights folder, to check whether another machine has mounted the same folder.
+    """A file by which bin/doctor checks that two machines have mounted the same folder.
 
     Use with `closing`. The name has no leading dot, because `FolderWatcher` ignores hidden names.
     """
@@ -172,12 +162,13 @@ class ProbeFile:
 class FolderWatcher:
     """Calls `on_change`, in its own thread, when a name appears in a folder; if given, only `name`.
 
-    Changes made by another machine on a NAS cause no event, so callers must also poll. Use with
+    Changes by another machine on a NAS cause no event, so callers must also poll. Use with
     `closing`. Raises OSError if the folder does not exist.
     """
 
     def __init__(self, folder: Path, on_change: Callable[[], None], *, name: str = "") -> None:
-        self.folder, self._stat = folder, os.stat(folder)
+        self.folder = folder
+        self._stat = os.stat(folder)
         self._observer = Observer()
         self._observer.schedule(_NewNames(on_change, name), str(folder))
         try:
@@ -187,11 +178,7 @@ class FolderWatcher:
             raise
 
     def is_current(self) -> bool:
-        """Return False if the path now leads to another folder, e.g. after a mount.
-
-        Returns True also if the path cannot be read, or if a new folder has the inode number of the
-        watched one.
-        """
+        """False if the path now leads to another folder, e.g. after a mount."""
         with contextlib.suppress(OSError):
             return os.path.samestat(self._stat, os.stat(self.folder))
         return True
@@ -203,10 +190,9 @@ class FolderWatcher:
 
 
 class _NewNames(FileSystemEventHandler):
-    """Calls `on_change` for each name that appears and is not hidden; if given, only for `name`."""
-
     def __init__(self, on_change: Callable[[], None], name: str) -> None:
-        self._on_change, self._name = on_change, name
+        self._on_change = on_change
+        self._name = name
 
     def on_moved(self, event: FileSystemEvent) -> None:
         self._report(event.dest_path)  # a version gets its name by a rename
@@ -216,7 +202,7 @@ class _NewNames(FileSystemEventHandler):
 
     def _report(self, path: bytes | str) -> None:
         name = Path(os.fsdecode(path)).name
-        # Hidden names are leases and temporary folders.
+        # Hidden names are locks and temporary folders.
         if name == self._name or not (self._name or name.startswith(".")):
             self._on_change()
 

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from peralta_zmq.weights.tensor_set import CHUNK, specs_of
 
 MAGIC, END = b"PZD1", b"\0\0"  # END: a name of length 0
-LEVEL = 1  # zstd level; higher levels are slower, and the files hardly smaller
 CONTINUE = 255  # gap byte that is followed by another byte of the same gap
 WIDE = -128  # step byte that stands for a wide step
 # The part of a piece that must have changed for the steps of all its elements to be stored. They
@@ -41,10 +40,7 @@ Bits: TypeAlias = NDArray[np.int16]
 
 
 def reason_against(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """The reason not to write deltas of these tensors, or None if there is none.
-
-    Without deltas, all tensors are written for each version (a keyframe).
-    """
+    """The reason to write keyframes instead of deltas of these tensors, or None."""
     if others := {tensor.dtype for tensor in tensors.values()} - DTYPES:
         name = str(min(others, key=str)).removeprefix("torch.")
         return f"deltas need 16-bit float weights, not {name}"
@@ -57,28 +53,31 @@ def encode(
     base: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     checksums: dict[str, int],
+    *,
+    piece_size: int = CHUNK,
+    dense: float = DENSE,
 ) -> Iterator[bytes]:
-    """The delta file from `base` to `tensors`, in pieces.
+    """The delta file from `base` to `tensors`, in pieces; both have equal names, shapes and dtypes.
 
-    Both sets have equal names, shapes and 16-bit dtypes. Adds the crc32 of each tensor of `tensors`
-    to `checksums`.
+    Adds the crc32 of each tensor of `tensors` to `checksums`. A piece has `piece_size` elements.
     """
     assert specs_of(base) == specs_of(tensors)
     # Spend little time on the search for repetitions: gaps and steps have few.
     settings = zstandard.ZstdCompressionParameters.from_level(
-        LEVEL, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6
+        1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6
     )
     compressor = zstandard.ZstdCompressor(compression_params=settings)
     yield MAGIC
     for name, tensor in tensors.items():
         label = name.encode()
         yield struct.pack("<H", len(label)) + label + struct.pack("<Q", tensor.numel())
-        old, new = bits_of(base[name]), bits_of(tensor)
+        old = bits_of(base[name])
+        new = bits_of(tensor)
         checksum = 0
-        for start in range(0, len(new), CHUNK):
-            piece = new[start : start + CHUNK]
+        for start in range(0, len(new), piece_size):
+            piece = new[start : start + piece_size]
             checksum = crc32(memoryview(cast(Any, piece)), checksum)
-            yield _encode_piece(old[start : start + CHUNK], piece, compressor)
+            yield _encode_piece(old[start : start + piece_size], piece, compressor, dense)
         checksums[name] = checksum
         yield struct.pack("<I", checksum)
     yield END
@@ -88,11 +87,13 @@ def apply(
     file: BinaryIO,
     tensors: Mapping[str, torch.Tensor],
     write: Callable[[str, int, memoryview], None] = lambda name, start, piece: None,
+    *,
+    piece_size: int = CHUNK,
 ) -> dict[str, int]:
     """Apply a delta to `tensors` in place; returns the crc32 of each resulting tensor.
 
     Calls `write` with each changed piece, and the byte of the named tensor at which it begins.
-    Raises ValueError if the delta is malformed or was computed from other tensors. `tensors` may
+    Raises ValueError if the delta is malformed or was computed from other tensors; `tensors` may
     then be partly changed.
     """
     decompressor = zstandard.ZstdDecompressor()
@@ -106,8 +107,8 @@ def apply(
         elements = struct.unpack("<Q", _read(file, 8))[0]
         _require(elements == len(bits), f"{name} has {len(bits)} elements, the delta {elements}")
         checksum = 0
-        for start in range(0, len(bits), CHUNK):
-            piece = bits[start : start + CHUNK]
+        for start in range(0, len(bits), piece_size):
+            piece = bits[start : start + piece_size]
             view = memoryview(cast(Any, piece))
             if _apply_piece(file, piece, decompressor):
                 write(name, piece.itemsize * start, view.cast("B"))
@@ -129,16 +130,17 @@ def ordered(bits: Bits) -> Bits:
     return bits ^ ((bits >> 15) & np.int16(0x7FFF))
 
 
-def _encode_piece(old: Bits, new: Bits, compressor: Any) -> bytes:
+def _encode_piece(old: Bits, new: Bits, compressor: Any, dense: float) -> bytes:
     is_changed = old != new
     num_changed = np.count_nonzero(is_changed)
     if num_changed == 0:
         return bytes(24)  # header: the six sizes are 0
     gaps = b""
-    if num_changed < DENSE * len(new):
+    if num_changed < dense * len(new):
         changed = np.flatnonzero(is_changed)
         gaps = _gap_bytes(np.diff(changed, prepend=-1) - 1)
-        old, new = old[changed], new[changed]
+        old = old[changed]
+        new = new[changed]
     steps = ordered(new) - ordered(old)  # may wrap; `_apply_piece` wraps back
     narrow = steps.astype(np.int8)
     is_wide = (narrow != steps) | (narrow == WIDE)
@@ -179,10 +181,7 @@ def _apply_piece(file: BinaryIO, piece: Bits, decompressor: Any) -> bool:
 def _decompress(
     file: BinaryIO, size: int, frame_size: int, elements: int, decompressor: Any
 ) -> bytes:
-    """Read one stream of `size` bytes, compressed to `frame_size` bytes.
-
-    Raises ValueError if it is malformed, or too large for a piece of `elements` elements.
-    """
+    """Read one stream of `size` bytes, compressed to `frame_size` bytes. Raises ValueError."""
     # One limit for all three streams. Steps take at most 1 byte for each element, wide steps 2,
     # gaps 1 byte for each change and 1 for every 255 (CONTINUE) unchanged elements. Compression
     # adds little to a stream that it cannot shrink.
@@ -200,7 +199,6 @@ def _decompress(
 
 
 def _gap_bytes(gaps: NDArray[np.int64]) -> bytes:
-    """Encode each gap: a byte 255 for every 255 elements, then a byte for the remainder."""
     if not (gaps >= CONTINUE).any():
         return gaps.astype(np.uint8).tobytes()
     ends = np.cumsum(gaps // CONTINUE + 1) - 1
@@ -210,7 +208,6 @@ def _gap_bytes(gaps: NDArray[np.int64]) -> bytes:
 
 
 def _positions(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Indices of the changed elements, from the bytes of the gaps."""
     ends = np.flatnonzero(gaps != CONTINUE)
     _require(len(ends) > 0 and ends[-1] == len(gaps) - 1, "the last gap is incomplete")
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))

@@ -13,10 +13,7 @@ from peralta_zmq.addresses import host_and_port
 from peralta_zmq.atomic_files import CHUNK, parse_json
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.backends import read_small
-from peralta_zmq.weights.leases import FolderLeases
-
-CLIENT_TIMEOUT_SECONDS = 20.0  # without a byte from the server
-MAX_LISTING = 16 << 20  # bytes; a million versions
+from peralta_zmq.weights.locks import FolderLocks
 
 
 class HttpBackend:
@@ -25,18 +22,17 @@ class HttpBackend:
     def __init__(self, address: str, *, token: str | None = None) -> None:
         self._host, self._port = host_and_port(address, option="weights.dir", default_port=80)
         self.address = address
-        self.leases = FolderLeases(None)
+        self.locks = FolderLocks(None)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def names(self) -> list[str]:
-        """Names of the versions that the server lists."""
         try:
-            return list(map(str, parse_json(read_small(self, "", limit=MAX_LISTING))))
+            listing = read_small(self, "", limit=16 << 20)  # bytes; a million versions
+            return list(map(str, parse_json(listing)))
         except (ValueError, TypeError):
             raise OSError(f"{self.address} does not list versions; is it a trainer?") from None
 
     def path(self, name: str) -> Path:
-        """The name alone, because the store is not a folder of this machine."""
         return Path(name)
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
@@ -45,9 +41,7 @@ class HttpBackend:
         Raises ConnectionError or TimeoutError if the caller can resume, another OSError if not.
         """
         headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
-        connection = http.client.HTTPConnection(
-            self._host, self._port, timeout=CLIENT_TIMEOUT_SECONDS
-        )
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=20.0)
         with contextlib.closing(connection):
             try:
                 connection.request("GET", f"/{path}", headers=headers)
@@ -61,7 +55,6 @@ class HttpBackend:
                 raise ConnectionError(f"{self.address}: {type(error).__name__}") from None
 
     def _check_status(self, status: int, path: str, start: int) -> None:
-        """Raise OSError unless the response has the file from offset `start`."""
         if status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError(path)
         if status == HTTPStatus.UNAUTHORIZED:

@@ -1,8 +1,7 @@
 """Weight versions in an object store such as S3. Needs the extra `s3` (obstore).
 
-An object store has no rename: a version is complete as soon as the object STABLE, written last,
-exists. Credentials and endpoint are taken from the environment: AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT.
+Credentials and endpoint are taken from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_REGION, AWS_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ from typing import Any
 from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import About, Content, Manifest
 from peralta_zmq.errors import import_extra
-from peralta_zmq.weights.leases import FolderLeases
+from peralta_zmq.weights.locks import FolderLocks
 
-UNLIMITED = 1 << 62  # free bytes
 PART = 8 << 20  # bytes of one part of a multipart upload
 
 
 class ObjectStoreBackend:
-    """Store at s3://BUCKET/PREFIX.
+    """Store at s3://BUCKET/PREFIX. A version is complete when STABLE, written last, exists.
 
-    It has no publishing lease: two trainers must not use the same prefix. It has no read marks:
+    It has no publisher lock: two trainers must not use the same prefix. It has no read marks:
     `weights.keep_seconds` must be long enough for the slowest reader.
     """
 
@@ -37,7 +35,7 @@ class ObjectStoreBackend:
             address, client_options={"allow_http": is_plain_http, "timeout": "60s"}
         )
         self.address = address
-        self.leases = FolderLeases(None)
+        self.locks = FolderLocks(None)
 
     def names(self) -> list[str]:
         """Names of the folders; objects at the top level are not listed."""
@@ -46,7 +44,6 @@ class ObjectStoreBackend:
             return [str(prefix).rpartition("/")[2] for prefix in listing["common_prefixes"]]
 
     def path(self, name: str) -> Path:
-        """The name alone, because the store is not a folder."""
         return Path(name)
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
@@ -58,7 +55,6 @@ class ObjectStoreBackend:
                 yield bytes(chunk)
 
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
-        """Write the files, then the manifest, then STABLE."""
         written = {file: self._put(f"{name}/{file}", content) for file, content in files.items()}
         manifest, text = atomic_files.describe(written, about)
         self._put(f"{name}/{atomic_files.MANIFEST}", text)
@@ -66,7 +62,6 @@ class ObjectStoreBackend:
         return manifest
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write one object, which an object store always does atomically."""
         self._put(name, content)
 
     def remove(self, name: str) -> None:
@@ -78,16 +73,14 @@ class ObjectStoreBackend:
                 self._obstore.delete(self._bucket, path)
 
     def prepare(self) -> None:
-        """Check that the bucket can be reached; raises OSError."""
         self.names()
 
     def free_bytes(self) -> int:
-        """An object store has no limit."""
-        return UNLIMITED
+        return 1 << 62  # free bytes
 
     def _put(self, path: str, content: Content) -> tuple[int, str]:
-        """Upload an object in parts; returns its size in bytes and its sha256."""
-        sha256, size = hashlib.sha256(), 0
+        sha256 = hashlib.sha256()
+        size = 0
 
         def chunks() -> Iterator[bytes]:
             nonlocal size

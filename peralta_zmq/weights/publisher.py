@@ -1,10 +1,8 @@
 """Weight publisher of the trainer: a thread writes copies of the weights as versions.
 
 The trainer waits only until a copy (a snapshot) is made. If the store is slow, a newer snapshot
-replaces the snapshot that waits for the thread, so versions are skipped and training never waits. A
-version is a keyframe (all weights) or a delta (the changes since the previous version). If memory
-is short, a snapshot is moved to a temporary file while it is written, to free its memory for the
-gradients of the next step.
+replaces the waiting one, so versions are skipped and training never waits. Old versions are
+removed.
 """
 
 from __future__ import annotations
@@ -19,18 +17,28 @@ from typing import Any
 
 import torch
 
-from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY
+from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY, failpoint
 from peralta_zmq.errors import OutageError, StoreError, failure_text
 from peralta_zmq.malloc import release_memory
 from peralta_zmq.weights import delta, tensor_set
-from peralta_zmq.weights.pruning import KEEP_LAST_THREE, Pruner, Retention
 from peralta_zmq.weights.store import Base, WeightStore
-from peralta_zmq.weights.version import Version
+from peralta_zmq.weights.version import Version, folder_name
 
-# Between two renewals of the publishing lease, with which the trainer keeps other trainers out.
-LEASE_RENEWAL_SECONDS = 10.0
+MAX_OBSOLETE_VERSIONS = 64  # kept for slow readers; the oldest beyond these are removed at once
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which versions are not obsolete, and for how long obsolete versions are kept."""
+
+    last: int = 3  # number of newest versions, which are not obsolete
+    interval: int | None = None  # multiples of this number are not obsolete either
+    seconds: float = 0.0  # up to MAX_OBSOLETE_VERSIONS obsolete ones are kept at least this long
+
+
+KEEP_LAST_THREE = Retention()
 
 
 @dataclass(slots=True)
@@ -61,9 +69,9 @@ class PublishReport:
 class WeightPublisher:
     """Owns the publishing thread. Use with `closing`.
 
-    A second thread renews the publishing lease, also while a version takes long to write. With
-    `moves_snapshots`, snapshots are moved to a temporary file, and their memory is returned to the
-    system. This lengthens steps: moving takes the processor, and so does getting memory again.
+    A second thread renews the publisher lock, also while a version takes long to write.
+    `moves_snapshots`, if memory is short, moves snapshots to a temporary file and returns freed
+    memory to the system, which lengthens steps.
     """
 
     def __init__(
@@ -72,17 +80,23 @@ class WeightPublisher:
         *,
         dtype: torch.dtype = torch.bfloat16,
         moves_snapshots: bool = False,
+        first_delay: float = FIRST_OUTAGE_DELAY,  # seconds before a retry; doubled at each failure
+        renewal_seconds: float = 10.0,  # between two renewals of the publisher lock
     ) -> None:
-        self._writer, self._dtype, self._moves_snapshots = writer, dtype, moves_snapshots
+        self._first_delay = first_delay
+        self._renewal_seconds = renewal_seconds
+        self._writer = writer
+        self._dtype = dtype
+        self._moves_snapshots = moves_snapshots
         self._logged_reason = ""  # last logged reason to keep a snapshot in memory
-        self._waiting: Snapshot | None = None  # the next one for the thread
+        self.waiting: Snapshot | None = None  # the next one for the thread
         self._reports: list[PublishReport] = []
         self._failure: BaseException | None = None
         self._publishing = self._moving = self._closing = self._backing_off = False
         self._changed = threading.Condition()  # guards the fields above
         self._threads = [
             threading.Thread(target=self._run, name="weight-publisher", daemon=True),
-            threading.Thread(target=self._renew_lease, name="lease-renewal", daemon=True),
+            threading.Thread(target=self._renew_lock, name="lock-renewal", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -92,18 +106,18 @@ class WeightPublisher:
     ) -> float:
         """Copy the weights of `step` for the thread; returns the duration in seconds.
 
-        Replaces a snapshot that the thread has not started to write. `keyframe` requests a
-        keyframe of this snapshot, or of a newer snapshot that replaces it.
+        Replaces a snapshot that the thread has not started to write; a newer one inherits
+        `keyframe`.
         """
         started = time.monotonic()
         with self._changed:
             buffers: Tensors = {}
-            if replaced := self._waiting:
+            if replaced := self.waiting:
                 buffers = {} if replaced.is_moved else replaced.tensors
                 keyframe = keyframe or replaced.keyframe
-            copies, wait_for_copies = _copy(tensors, buffers, self._dtype)
+            copies, wait_for_copies = copy_weights(tensors, buffers, self._dtype)
             stall = time.monotonic() - started
-            self._waiting = Snapshot(step, copies, wait_for_copies, stall, keyframe)
+            self.waiting = Snapshot(step, copies, wait_for_copies, stall, keyframe)
             self._backing_off = False
             self._changed.notify_all()
         return stall
@@ -113,14 +127,15 @@ class WeightPublisher:
         if self._failure:
             raise self._failure
         with self._changed:
-            reports, self._reports = self._reports, []
+            reports = self._reports
+            self._reports = []
         return reports
 
     @property
     def is_pending(self) -> bool:
         """True if the last snapshot is not published, also between two attempts."""
         with self._changed:
-            return self._publishing or self._waiting is not None
+            return self._publishing or self.waiting is not None
 
     def wait(self, timeout: float) -> bool:
         """Wait until the last snapshot is published or failed once; False at a timeout."""
@@ -132,7 +147,6 @@ class WeightPublisher:
             return self._changed.wait_for(is_settled, timeout)
 
     def lift_rate_limit(self) -> None:
-        """Write the rest of the current version, and all further versions, at full speed."""
         self._writer.lift_rate_limit()
 
     def close(self, timeout: float = 60.0) -> None:
@@ -147,43 +161,44 @@ class WeightPublisher:
 
     # Methods of the threads.
 
-    def _renew_lease(self) -> None:
+    def _renew_lock(self) -> None:
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._closing, LEASE_RENEWAL_SECONDS):
+                if self._changed.wait_for(lambda: self._closing, self._renewal_seconds):
                     return
             with contextlib.suppress(OSError):  # the store may be unreachable for now
-                self._writer.leases.renew()
+                self._writer.locks.renew()
 
     def _run(self) -> None:
         try:
-            delay = FIRST_OUTAGE_DELAY  # seconds; doubled at each failure
+            delay = self._first_delay
             while (snapshot := self._next()) is not None:
                 if self._publish(snapshot):
-                    delay = FIRST_OUTAGE_DELAY
+                    delay = self._first_delay
                 else:
-                    self._back_off(snapshot, delay)
+                    self.back_off(snapshot, delay)
                     delay = min(LONGEST_OUTAGE_DELAY, 2 * delay)
                 del snapshot  # its memory, until the next one arrives
         except BaseException as error:  # noqa: BLE001  (take_reports raises it)
             with self._changed:
-                self._failure, self._publishing = error, False
+                self._failure = error
+                self._publishing = False
                 self._changed.notify_all()
-        self._writer.leases.release()  # not in `close`, which an unresponsive mount would block
+        self._writer.locks.release()  # not in `close`, which an unresponsive mount would block
 
     def _next(self) -> Snapshot | None:
-        """Wait for the next snapshot and return it; None when closing."""
         with self._changed:
             self._publishing = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._waiting or self._closing)
+            self._changed.wait_for(lambda: self.waiting or self._closing)
             if self._closing:
                 return None
-            snapshot, self._waiting, self._publishing = self._waiting, None, True
+            snapshot = self.waiting
+            self.waiting = None
+            self._publishing = True
             return snapshot
 
     def _publish(self, snapshot: Snapshot) -> bool:
-        """Write a snapshot as a version; returns False if that failed."""
         snapshot.wait_for_copies()
         if self._moves_snapshots and not snapshot.is_moved:
             with self._changed:
@@ -202,7 +217,6 @@ class WeightPublisher:
         return report.version is not None
 
     def _move_to_file(self, snapshot: Snapshot) -> None:
-        """Move a snapshot to a temporary file; if that fails, it stays in memory."""
         try:
             copies = tensor_set.temporary_copy(snapshot.tensors)
         except OSError as error:
@@ -218,26 +232,26 @@ class WeightPublisher:
                 self._moving = False
                 self._changed.notify_all()
 
-    def _back_off(self, snapshot: Snapshot, delay: float) -> None:
+    def back_off(self, snapshot: Snapshot, delay: float) -> None:
         """Wait up to `delay` s for a newer snapshot; then queue the newest for a retry."""
         with self._changed:
             self._backing_off = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._waiting or self._closing, delay)
+            self._changed.wait_for(lambda: self.waiting or self._closing, delay)
             self._backing_off = False
-            if self._waiting is None:
-                self._waiting = snapshot
+            if self.waiting is None:
+                self.waiting = snapshot
             else:
-                self._waiting.keyframe |= snapshot.keyframe
+                self.waiting.keyframe |= snapshot.keyframe
 
 
-def _copy(
+def copy_weights(
     tensors: Mapping[str, torch.Tensor], buffers: Tensors, dtype: torch.dtype
 ) -> tuple[Tensors, Callable[[], None]]:
     """Copies in `dtype`, and a function that waits until copies from a GPU are complete.
 
-    Reuses `buffers` where the shapes match. The next training step cannot change the weights before
-    they are copied, because a GPU runs copies and step in order, in one CUDA stream.
+    Reuses `buffers` where the shapes match. The next step cannot change the weights before they are
+    copied: a GPU runs copies and step in order, in one CUDA stream.
     """
     copies = {
         name: _copy_tensor(tensor, buffers.get(name), dtype) for name, tensor in tensors.items()
@@ -272,9 +286,9 @@ def _copy_tensor(
 class VersionWriter:
     """Writes snapshots to a store. Used by one thread, except `lift_rate_limit`.
 
-    `companions` are the files that a keyframe has besides its weights (config, tokenizer), `about`
-    has additional manifest fields. `before_write` is called before each version, and may raise an
-    error; `on_published` is called with each version once it is visible.
+    `companions` are the files that a keyframe has besides its weights, `about` has additional
+    manifest fields. `before_write` may raise an error; `on_published` is called with each visible
+    version.
     """
 
     def __init__(
@@ -289,10 +303,13 @@ class VersionWriter:
         before_write: Callable[[], None] = lambda: None,
         on_published: Callable[[Version], None] = lambda version: None,
     ) -> None:
-        self.leases = store.backend.leases
-        self._store, self._companions, self._about = store, companions, about
+        self.locks = store.backend.locks
+        self._store = store
+        self._companions = companions
+        self._about = about
         self._keyframe_interval = keyframe_interval
-        self._before_write, self._on_published = before_write, on_published
+        self._before_write = before_write
+        self._on_published = on_published
         self._pruner = Pruner(store, retention)
         self._base: Base | None = None  # of the next delta: the last version; None: no delta
         self._logged_reason = ""  # last logged reason to write keyframes only
@@ -302,12 +319,12 @@ class VersionWriter:
         self._unlimited = threading.Event()  # set: the rate limit is lifted
 
     def write(self, snapshot: Snapshot) -> PublishReport:
-        """Write the snapshot as the next version, then prune old ones.
-
-        A StoreError or OutageError is not raised; the report has its message.
-        """
-        started, self._encode_seconds = time.monotonic(), 0.0
-        version, reason, cause = None, "", None
+        """Write the snapshot as the next version, then prune old ones. The report has an error."""
+        started = time.monotonic()
+        self._encode_seconds = 0.0
+        version = None
+        reason = ""
+        cause = None
         try:
             self._before_write()
             version = self._store.publish(
@@ -322,8 +339,10 @@ class VersionWriter:
             self._pruner.prune(version)
             self._base = self._next_base(version, snapshot.tensors)
         except (StoreError, OutageError) as error:
-            reason, cause = str(error), error.__cause__
-        stall, encode = snapshot.stall_seconds, self._encode_seconds
+            reason = str(error)
+            cause = error.__cause__
+        stall = snapshot.stall_seconds
+        encode = self._encode_seconds
         write = time.monotonic() - started - encode
         return PublishReport(snapshot.step, version, reason, stall, encode, write, cause)
 
@@ -354,3 +373,72 @@ class VersionWriter:
                 self._unlimited.wait(max(0.0, self._free_at - now))
                 self._free_at = max(now, self._free_at) + len(piece) * self._seconds_per_byte
             yield piece
+
+
+class Pruner:
+    """Removes obsolete versions after slow readers had time to load them.
+
+    Keeps the versions that `retention` selects, their parents back to a keyframe, and versions that
+    are being read.
+    """
+
+    def __init__(
+        self, store: WeightStore, retention: Retention, *, load_factor: float = 3.0
+    ) -> None:
+        """`load_factor`: an obsolete version is kept for this many times the slowest load."""
+        self._store = store
+        self._load_factor = load_factor
+        self._retention = retention
+        self._parents: dict[int, int] = {}  # parent by version number; -1 for keyframes
+        self._obsolete_since: dict[int, float] = {}  # monotonic seconds by version number
+        self._reading_since: dict[str, float] = {}  # monotonic seconds by folder name
+        self._slowest_load = 0.0  # seconds
+
+    def prune(self, published: Version) -> None:
+        """Remove old versions after the publication of a new one.
+
+        Leaves folders with higher numbers, which are not of this run. Ignores OSError, because the
+        next publication prunes again.
+        """
+        self._parents[published.number] = published.parent
+        with contextlib.suppress(OSError):
+            numbers = [number for number in self._store.numbers() if number <= published.number]
+            for number in self._removable(numbers, time.monotonic()):
+                failpoint("prune.remove")  # here a test can kill the process
+                self._store.backend.remove(folder_name(number))
+        failpoint("publish.pruned")
+
+    def _removable(self, numbers: list[int], now: float) -> list[int]:
+        """Numbers of the versions to remove now, newest first: a delta before its parent."""
+        being_read = self._observe_readers(now)
+        needed = self._needed(numbers)
+        obsolete = [number for number in reversed(numbers) if number not in needed]
+        known_since = self._obsolete_since
+        self._obsolete_since = {number: known_since.get(number, now) for number in obsolete}
+        keep_seconds = max(self._retention.seconds, self._load_factor * self._slowest_load)
+        return [
+            number
+            for rank, number in enumerate(obsolete)
+            if (now - self._obsolete_since[number] >= keep_seconds or rank >= MAX_OBSOLETE_VERSIONS)
+            and folder_name(number) not in being_read
+        ]
+
+    def _needed(self, numbers: list[int]) -> set[int]:
+        interval = self._retention.interval
+        needed = set[int]()
+        at_interval = [number for number in numbers if interval and number % interval == 0]
+        for selected in [*at_interval, *numbers[-self._retention.last :]]:
+            number = selected
+            while number >= 0 and number not in needed:
+                needed.add(number)
+                if number not in self._parents and (version := self._store.find(number)):
+                    self._parents[number] = version.parent
+                number = self._parents.get(number, -1)  # -1 for an unreadable version
+        return needed
+
+    def _observe_readers(self, now: float) -> set[str]:
+        names = self._store.backend.locks.being_read()
+        for finished in self._reading_since.keys() - names:
+            self._slowest_load = max(self._slowest_load, now - self._reading_since[finished])
+        self._reading_since = {name: self._reading_since.get(name, now) for name in names}
+        return names

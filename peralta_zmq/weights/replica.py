@@ -1,16 +1,13 @@
 """Local replica: a generator's copy of one weight version, updated by deltas.
 
-A keyframe is a version with all weights, config and tokenizer; a delta is a version with only the
-changes of the weights. To update the replica, a generator reads a chain of versions from the store:
-the deltas since the replica's version, or the last keyframe and the deltas after that keyframe.
+To update it, a generator reads a chain of versions from the store: the deltas since the replica's
+version, or the last keyframe and the deltas after it. The folder has the files that
+`from_pretrained` needs. While they are valid, it also has `replica.json` with two manifests: that
+of the replica's version has the digest of the weights, that of the last keyframe the hashes of the
+other files.
 
-The replica's folder has the files that `from_pretrained` needs. While these files are valid, the
-folder also has `replica.json` with two manifests. The manifest of the replica's version has the
-digest of the weights; the manifest of the last keyframe has the hashes of the other files.
-
-The files of a keyframe are fsynced, so that they survive a power cut. The changes of a delta are
-not fsynced, because that could write all weights to the disk at every step. After a power cut the
-weights may be damaged; the next start detects this by the digest and reads the weights again.
+The files of a keyframe are fsynced. The changes of a delta are not, because that could write all
+weights to the disk at every step: after a power cut the next start detects damage by the digest.
 """
 
 from __future__ import annotations
@@ -65,7 +62,8 @@ class LocalReplica:
             for name in keyframe.manifest.files.keys() - {WEIGHTS_FILE}:
                 for _ in atomic_files.read_verified(self.folder, name, keyframe.manifest):
                     pass
-            self.version, self._keyframe = version, keyframe
+            self.version = version
+            self._keyframe = keyframe
         except FileNotFoundError:
             pass
         except (OSError, *atomic_files.MALFORMED) as error:
@@ -83,9 +81,8 @@ class LocalReplica:
         """Update the replica to `version`; returns the number of bytes read from the store.
 
         First reads and verifies all files of the chain, then calls `before_change`, then changes
-        the replica. `model` is the required fingerprint (of tensor names and shapes); None allows
-        any. Raises StoreError: the replica is unchanged if reading failed, and invalid if changing
-        it failed.
+        the replica. `model` is the required fingerprint. Raises StoreError: the replica is
+        unchanged if reading failed, and invalid if changing it failed.
         """
         if self.version is not None and self.version.weights_id == version.weights_id:
             return 0
@@ -102,7 +99,7 @@ class LocalReplica:
             with ExitStack() as read_marks:
                 for member in chain:
                     read_marks.enter_context(
-                        store.backend.leases.reading(folder_name(member.number))
+                        store.backend.locks.reading(folder_name(member.number))
                     )
                 for member in chain:
                     _fetch(store, member, incoming / str(member.number))
@@ -140,7 +137,6 @@ class LocalReplica:
         failpoint("load.marked")
 
     def _apply(self, member: Version, fetched: Path) -> Mapping[str, int]:
-        """Apply one version of the chain; returns the crc32 of each tensor."""
         if member.kind == "delta":
             target = self.tensors()
             with (fetched / DELTA_FILE).open("rb") as file:
@@ -159,7 +155,6 @@ class LocalReplica:
         return tensor_set.checksums_of(self.tensors())
 
     def _check(self, member: Version, checksums: Mapping[str, int]) -> None:
-        """Raise ValueError unless the weights have the digests in the version's manifest."""
         specs = self.tensors().specs
         if member.field("model") not in (None, tensor_set.fingerprint(specs)):
             raise ValueError("the weights are of another model than the manifest names")
@@ -168,7 +163,6 @@ class LocalReplica:
 
 
 def _manifest_text(version: Version) -> str:
-    """The text of the version's manifest.json."""
     _, text = atomic_files.describe(version.manifest.files, version.manifest.about)
     return text.decode()
 
@@ -199,10 +193,9 @@ def locked_folder(folder: Path) -> Generator[Path, None, None]:
 
 
 def _fetch(store: WeightStore, version: Version, target: Path) -> None:
-    """Copy all files of a version to the new folder `target`; verifies sizes and hashes.
+    """Copy and verify all files of a version. Fsyncs those of a keyframe.
 
-    Fsyncs the files of a keyframe, which become part of the replica. The file of a delta is only
-    read once.
+    They stay in the replica.
     """
     target.mkdir(parents=True)
     for name in version.manifest.files:
@@ -218,10 +211,7 @@ def _fetch(store: WeightStore, version: Version, target: Path) -> None:
 
 @contextlib.contextmanager
 def load_version(store: WeightStore, version: Version) -> Generator[Path, None, None]:
-    """A temporary folder with the complete, verified weights of a version.
-
-    Raises StoreError if the version cannot be read or verified.
-    """
+    """A temporary folder with the complete, verified weights of a version. Raises StoreError."""
     with tempfile.TemporaryDirectory(prefix="peralta-") as folder:
         LocalReplica(Path(folder)).advance(store, version)
         yield Path(folder)

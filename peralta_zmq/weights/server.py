@@ -88,7 +88,7 @@ def _read(backend: LocalBackend, names: list[str], start: int, size: int) -> Ite
     """Yield a file up to `size`, which a trainer may have replaced since, from `start` on."""
     with ExitStack() as stack:
         if len(names) > 1:
-            stack.enter_context(backend.leases.reading(names[0]))
+            stack.enter_context(backend.locks.reading(names[0]))
         file = stack.enter_context(os.fdopen(open_regular(backend.folder, *names), "rb"))
         file.seek(start)
         while chunk := file.read(min(CHUNK, size - start)):

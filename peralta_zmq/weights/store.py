@@ -1,15 +1,12 @@
 """The weight store: the numbered weight versions that a trainer publishes and generators read.
 
-A version is a folder step_NUMBER. A keyframe version holds all weights; a delta version holds the
-changes since an earlier version, its parent. To load a delta version, a reader therefore needs the
-chain of versions from the last keyframe on. The manifest of a version has the field `result`, the
-digest of its weights; the manifest of a delta also has `base`, the `result` of the parent.
+The manifest of a version has the field `result`, the digest of its weights; that of a delta also
+has `base`, the `result` of its parent. A reader of a delta needs the chain of versions from the
+last keyframe on.
 
 The writer hashes and fsyncs all files, writes `manifest.json` with their sizes and hashes, then
-`STABLE` with the hash of the manifest, and only then gives the folder its name (in an object store,
-which cannot rename, STABLE is written last). A version is complete if STABLE has the hash of the
-manifest; `find` and `newest` return only complete versions. They do not check the other files:
-`read` verifies the size and hash of each.
+`STABLE` with the hash of the manifest, and only then gives the folder its name. `find` and `newest`
+return only versions whose STABLE has the hash of the manifest; `read` verifies the other files.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from peralta_zmq.errors import ChainError, OutageError, StoreError, failure_text
 from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.backends import LocalBackend, StorageBackend, read_small
 from peralta_zmq.weights.http_backend import HttpBackend
-from peralta_zmq.weights.leases import LEASE_SECONDS
+from peralta_zmq.weights.locks import LOCK_SECONDS
 from peralta_zmq.weights.object_store_backend import ObjectStoreBackend
 from peralta_zmq.weights.version import (
     DELTA_FILE,
@@ -43,11 +40,9 @@ from peralta_zmq.weights.version import (
     folder_name,
 )
 
-MIN_FREE_VERSIONS = 2  # free space needed to publish, in keyframes
 # Failed verifications until a version is quarantined (treated as missing for the rest of the
 # process); a NAS may return stale pages once or twice.
 MAX_MISMATCHES = 3
-MAX_DELTA_SHARE = 0.6  # of a keyframe's size; a larger delta is published as a keyframe
 # Known invalid versions that each call of `newest` checks again: a NAS may show their files late.
 MAX_RECHECKS = 100
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]  # parent of a delta, its weights
@@ -89,7 +84,6 @@ class WeightStore:
 
     @property
     def folder(self) -> Path:
-        """The folder of a local store."""
         return self.backend.path("")
 
     @property
@@ -102,12 +96,12 @@ class WeightStore:
     # Writing.
 
     def claim(self, run_id: str, *, known: bool = False, create: bool = True) -> None:
-        """Claim the store for a run and acquire the lease that keeps other trainers out.
+        """Claim the store for a run and acquire the lock that keeps other trainers out.
 
         `known`: the run has claimed the store before; `create`: create the store if it is missing.
-        Raises StoreError if the store belongs to another run, or if it cannot be written and
-        `known` is False. Raises OutageError (try again later) if it cannot be written and `known`
-        is True, if it is missing and `create` is False, or if another trainer has the lease.
+        Raises StoreError if the store belongs to another run, or if a new one cannot be written;
+        OutageError (try again later) if a known one cannot be written or is missing, or if another
+        trainer has the lock.
         """
         try:
             owner = _read_run_id(self.backend)
@@ -119,17 +113,17 @@ class WeightStore:
                     "choose another with --weights.dir, or delete it"
                 )
             self.backend.prepare()
-            if holder := self.backend.leases.acquire():
+            if holder := self.backend.locks.acquire():
                 raise OutageError(
                     f"another trainer ({holder}) publishes to {self.address}; stop it, or "
-                    "choose another folder with --weights.dir; if it has crashed, its lease "
-                    f"expires within {LEASE_SECONDS:.0f} s"
+                    "choose another folder with --weights.dir; if it has crashed, its lock "
+                    f"expires within {LOCK_SECONDS:.0f} s"
                 )
             if owner is None:
                 text = json.dumps({"format": 1, "run_id": run_id}) + "\n"
                 self.backend.write_file(RUN_FILE, text.encode())
         except OSError as error:
-            self.backend.leases.release()
+            self.backend.locks.release()
             with contextlib.suppress(OSError):
                 if not create and _read_run_id(self.backend) is None:  # the mount was lost
                     raise _gone_error(self.address) from None
@@ -158,18 +152,16 @@ class WeightStore:
     ) -> Version:
         """Write the next version: a delta from `base` if it is small enough, else a keyframe.
 
-        A keyframe includes its companion files (config, tokenizer). `about` has additional manifest
-        fields; `stream` wraps the pieces of the weights file, e.g. to limit their rate. Raises
-        StoreError if the backend is missing, full or read-only, or another trainer publishes to
-        it; no partial version remains.
+        A keyframe includes its companion files. `stream` wraps the pieces of the weights file, e.g.
+        to limit their rate. Raises StoreError; no partial version remains.
         """
         specs = tensor_set.specs_of(tensors)
         try:
             if (run_id := _read_run_id(self.backend)) is None:  # e.g. an empty mount point
                 raise OSError(f"{RUN_FILE} is gone; is it mounted?")
-            if holder := self.backend.leases.confirm():
+            if holder := self.backend.locks.confirm():
                 raise OSError(f"another trainer ({holder}) publishes there; stop one of the two")
-            needed = MIN_FREE_VERSIONS * tensor_set.file_size(specs)
+            needed = 2 * tensor_set.file_size(specs)
             if (free := self.backend.free_bytes()) < needed:
                 raise OSError(f"{free >> 20} MiB free, {needed >> 20} MiB needed")
             number = _next_number(self, step)
@@ -196,7 +188,9 @@ class WeightStore:
         """
         self.last_error = ""
         try:
-            run_id, numbers, rechecks = _read_run_id(self.backend), self.numbers(), 0
+            run_id = _read_run_id(self.backend)
+            numbers = self.numbers()
+            rechecks = 0
             self._invalid &= set(numbers)
             for number in reversed(numbers):
                 rechecks += number in self._invalid
@@ -211,7 +205,6 @@ class WeightStore:
         return None
 
     def _keep_error(self, error: OSError | CorruptError) -> None:
-        """Keep the first error since `newest` was called; a missing file is none."""
         if not (self.last_error or isinstance(error, FileNotFoundError)):
             reason = failure_text(error, self.address) if isinstance(error, OSError) else str(error)
             self.last_error = errors.printable(f"{self.address} cannot be read: {reason}")
@@ -224,8 +217,7 @@ class WeightStore:
     def find(self, number: int) -> Version | None:
         """The version with this number; None if it is missing, incomplete or quarantined.
 
-        `number` should be listed or announced: if a file is opened before it exists, a NAS client
-        may report the file as missing for a while.
+        If a file is opened before it exists, a NAS client may report it as missing for a while.
         """
         folder = self.backend.path(folder_name(number))
         try:
@@ -239,12 +231,10 @@ class WeightStore:
         return None if self._mismatches[version.weights_id] >= MAX_MISMATCHES else version
 
     def versions(self) -> Iterator[Version]:
-        """All valid versions of this run, oldest first. Raises StoreError if listing fails.
-
-        Reads one version at a time: there may be very many, with large manifests.
-        """
+        """All valid versions of this run, oldest first, read one at a time. Raises StoreError."""
         try:
-            run_id, found = _read_run_id(self.backend), map(self.find, self.numbers())
+            run_id = _read_run_id(self.backend)
+            found = map(self.find, self.numbers())
         except OSError as error:
             reason = failure_text(error, self.address)
             raise StoreError(f"{self.address} cannot be listed ({reason})") from None
@@ -253,9 +243,8 @@ class WeightStore:
     def chain(self, version: Version, local: Version | None = None) -> list[Version]:
         """The versions to read in order to load `version`, oldest first.
 
-        The first version is a keyframe or, if the reader has a copy of version `local`, a delta
-        with the parent `local`. Raises ChainError if a version is missing or quarantined, or if a
-        delta was computed from other weights than those of its parent.
+        From a keyframe or `local` on. Raises ChainError if a version is missing or quarantined, or
+        if a delta was computed from other weights than those of its parent.
         """
         chain = [version]
         while (first := chain[-1]).kind == "delta":
@@ -280,8 +269,8 @@ class WeightStore:
     def read(self, version: Version, name: str) -> Iterator[bytes]:
         """A file of a version in chunks; its hash is verified at the end.
 
-        Raises StoreError if the version was removed (there is a newer one), cannot be read (try
-        again) or is corrupt; its subclass ChainError if the version does not have this file.
+        Raises StoreError if the version was removed, cannot be read (try again) or is corrupt;
+        ChainError if it does not have this file.
         """
         if version.run_id != self.run_id:
             raise StoreError(f"version {version.number} belongs to another run")
@@ -317,7 +306,8 @@ def _next_number(store: WeightStore, step: int) -> int:
 
     Ignores higher numbers of other folders: above a folder step_99999999 there is no number.
     """
-    used, newest = set(store.numbers()), store.newest()
+    used = set(store.numbers())
+    newest = store.newest()
     number = max(step, store.min_number, newest.number + 1 if newest else 0)
     if number > MAX_NUMBER:  # the newest version is forged
         number = step
@@ -355,7 +345,6 @@ def _write_version(
     base: Base | None,
     stream: Stream,
 ) -> Version:
-    """Write a delta from `base` if it is given and the delta is small, else a keyframe."""
     checksums: dict[str, int] = {}  # crc32 of each tensor, filled while the weights are written
     specs = tensor_set.specs_of(tensors)
     name = folder_name(fields["number"])
@@ -369,7 +358,8 @@ def _write_version(
 
     if base is not None:
         parent, parent_tensors = base
-        limit = int(MAX_DELTA_SHARE * tensor_set.file_size(specs))
+        # A larger delta is published as a keyframe.
+        limit = int(0.6 * tensor_set.file_size(specs))
         pieces = _at_most(limit, delta.encode(parent_tensors, tensors, checksums))
         kind_fields = {"kind": "delta", "parent": parent.number, "depth": parent.depth + 1}
         with contextlib.suppress(_DeltaTooLargeError):
@@ -380,12 +370,10 @@ def _write_version(
     return write({WEIGHTS_FILE: pieces, **companions}, {"kind": "keyframe"})
 
 
-class _DeltaTooLargeError(Exception):
-    """The version must be written as a keyframe."""
+class _DeltaTooLargeError(Exception): ...
 
 
 def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Pass the pieces on. Raises _DeltaTooLargeError if they exceed `limit` bytes in total."""
     for piece in pieces:
         limit -= len(piece)
         if limit < 0:
@@ -394,11 +382,12 @@ def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
-    """A file in chunks; resumes after a connection error.
+    """A file in chunks.
 
-    Raises the error if the last attempt received nothing.
+    Resumes after a connection error, unless the last attempt received nothing.
     """
-    received, previously_received = 0, -1
+    received = 0
+    previously_received = -1
     while True:
         try:
             for chunk in backend.read(path, start=received):
@@ -419,7 +408,6 @@ def _read_run_id(backend: StorageBackend) -> str | None:
 
 
 def _gone_error(address: str) -> OutageError:
-    """The error for a store without the file that names its run."""
     return OutageError(
         f"{RUN_FILE} in weights folder {address} is gone; is it mounted? "
         "Mount it, or choose another with --weights.dir"

@@ -1,13 +1,11 @@
 """Weight subscription of a generator: a thread loads new weight versions and offers them.
 
-The thread keeps the weights in the replica, a copy in a local folder, and polls the store for newer
-versions. A version is a keyframe (all weights) or a delta (the changes since an earlier version).
 The generator polls for a loaded version, applies it to its engine, and then accepts or rejects it.
 Only the thread reads and writes files, so that an unresponsive mount blocks no other thread.
 
-A loaded version is complete (the file STABLE has the hash of the manifest) and verified: each file
-has the size and sha256 of the manifest, the tensors have the digest that the trainer computed, and
-all are finite.
+A loaded version is complete (STABLE has the hash of the manifest) and verified: each file has the
+size and sha256 of the manifest, the tensors have the digest that the trainer computed, and all are
+finite.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from peralta_zmq.weights.replica import LocalReplica, locked_folder
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 
-FIRST_POLL_SECONDS = 0.2  # between polls until the first version is found
-OFFLINE_SECONDS = 5.0  # until the replica of an earlier process is offered if there is no store
 JITTER = 0.2  # fraction of the polling interval, so that generators do not all poll at once
 SLOW_VERSIONS = 2  # in a row until a warning; not 1, because a single keyframe may be slow
 logger = logging.getLogger(__name__)
@@ -60,9 +56,20 @@ class WeightSubscriber:
     """
 
     def __init__(
-        self, store: WeightStore, folder: Path, *, poll_seconds: float, watch: Path | None = None
+        self,
+        store: WeightStore,
+        folder: Path,
+        *,
+        poll_seconds: float,
+        watch: Path | None = None,
+        first_poll_seconds: float = 0.2,  # between polls until the first version is found
+        offline_seconds: float = 5.0,  # without a store, until an earlier replica is offered
     ) -> None:
-        self._store, self._poll_seconds, self._watched = store, poll_seconds, watch
+        self._store = store
+        self._first_poll_seconds = first_poll_seconds
+        self._offline_seconds = offline_seconds
+        self._poll_seconds = poll_seconds
+        self._watched = watch
         self._resources = contextlib.ExitStack()
         replica = LocalReplica(self._resources.enter_context(locked_folder(folder)))
         self._loader = VersionLoader(store, replica)
@@ -71,7 +78,8 @@ class WeightSubscriber:
         self._polled: PendingWeights | None = None  # not yet accepted or rejected
         self._accepted: Version | None = None
         self._failure: BaseException | None = None
-        self._wake, self._closing = threading.Event(), False
+        self._wake = threading.Event()
+        self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="weight-subscriber", daemon=True)
         self._thread.start()
@@ -102,14 +110,16 @@ class WeightSubscriber:
                 self._changed.wait_for(lambda: self._offered or self._failure, timeout)
             if self._failure:
                 raise self._failure
-            self._polled, self._offered = self._offered or self._polled, None
+            self._polled = self._offered or self._polled
+            self._offered = None
             return self._polled
 
     def accept(self) -> None:
         """Report that the engine has applied the version polled last."""
         with self._changed:
             assert self._polled is not None
-            self._accepted, self._polled = self._polled.version, None
+            self._accepted = self._polled.version
+            self._polled = None
             self._changed.notify_all()
         self._wake.set()  # a newer version may have waited for this
 
@@ -126,11 +136,7 @@ class WeightSubscriber:
         self._wake.set()
 
     def reject(self, version: Version) -> None:
-        """Quarantine a version, so that the newest other version is offered.
-
-        This process then treats `version` as missing. `version` is the polled version, or the
-        accepted version if it fails in use.
-        """
+        """Quarantine the polled or the accepted version, so that the newest other is offered."""
         self._store.quarantine(version)
         with self._changed:
             if self._polled and self._polled.version is version:
@@ -160,8 +166,11 @@ class WeightSubscriber:
             while not self._closing:
                 self._wake.clear()
                 self._watch_folder()
-                if weights := self._load(offline=time.monotonic() - started > OFFLINE_SECONDS):
-                    self._offer(weights)  # then check at once for a newer version
+                seconds = time.monotonic() - started
+                if weights := self._load(offline=seconds > self._offline_seconds):
+                    with self._changed:
+                        self._offered = weights
+                        self._changed.notify_all()
                 else:
                     self._wake.wait(self._poll_interval())
         except BaseException as error:  # noqa: BLE001  (`poll` raises it; else nobody would see it)
@@ -173,7 +182,8 @@ class WeightSubscriber:
         """Watch the folder, or its parent until it exists, and again after a mount replaced it."""
         if self._watched is None:
             return
-        folder, name = self._watched, ""
+        folder = self._watched
+        name = ""
         try:
             os.stat(folder)
         except FileNotFoundError:
@@ -183,7 +193,8 @@ class WeightSubscriber:
         if self._watcher and self._watcher.folder == folder and self._watcher.is_current():
             return
         with contextlib.suppress(OSError):
-            replaced, self._watcher = self._watcher, None
+            replaced = self._watcher
+            self._watcher = None
             if replaced:
                 replaced.close()
             self._watcher = FolderWatcher(folder, self._wake.set, name=name)
@@ -191,7 +202,7 @@ class WeightSubscriber:
     def _load(self, *, offline: bool) -> PendingWeights | None:
         """Load the newest version, if it is new.
 
-        If `offline` and there is no store, load the replica of an earlier process instead.
+        If `offline`, the replica of an earlier process.
         """
         accepted = self._accepted  # read once, because the generator's thread may change it
         model = accepted.field("model") if accepted else None
@@ -201,14 +212,7 @@ class WeightSubscriber:
             return self._loader.load_offline()
         return weights
 
-    def _offer(self, weights: PendingWeights) -> None:
-        """Offer loaded weights to the generator."""
-        with self._changed:
-            self._offered = weights
-            self._changed.notify_all()
-
     def _known_versions(self) -> list[Version]:
-        """The offered, the polled and the accepted version, if any."""
         with self._changed:
             pending = [weights.version for weights in (self._offered, self._polled) if weights]
             return [*pending, self._accepted] if self._accepted else pending
@@ -216,8 +220,7 @@ class WeightSubscriber:
     def _wait_until_unused(self) -> None:
         """Wait until the generator no longer reads the replica; withdraw an unpolled offer.
 
-        The generator may read a polled version until it accepts or rejects that version. Raises
-        StoreError on `close`.
+        Raises StoreError on `close`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._polled is None or self._closing)
@@ -226,8 +229,7 @@ class WeightSubscriber:
             self._offered = None
 
     def _poll_interval(self) -> float:
-        """Seconds until the next poll, with jitter."""
-        longest = self._poll_seconds if self._known_versions() else FIRST_POLL_SECONDS
+        longest = self._poll_seconds if self._known_versions() else self._first_poll_seconds
         # SystemRandom, because the run's seed may make `random` equal in all generators.
         jitter = random.SystemRandom().uniform(1 - JITTER, 1 + JITTER)
         return min(threading.TIMEOUT_MAX, jitter * min(longest, self._poll_seconds))
@@ -247,10 +249,10 @@ class VersionLoader:
         self.store_error = ""  # why the newest version cannot be read
 
     def announce(self, number: int, weights_id: str) -> bool:
-        """Record an announced version; returns False if it was announced before.
+        """Record an announced version, to be loaded even if the store does not list it yet.
 
-        The next `load_newest` tries to load it, even if the store does not list it yet. A version
-        of this number with another weights_id is refused; '' allows any weights_id.
+        Returns False if it was announced before. A version of this number with another weights_id
+        is refused; '' allows any.
         """
         if number < 0 or (number, weights_id) == self._announced:
             return False
@@ -260,10 +262,10 @@ class VersionLoader:
     def load_newest(
         self, known: Sequence[Version], model: str | None, before_change: Callable[[], None]
     ) -> PendingWeights | None:
-        """Load the newest version; returns None if it is not new or cannot be loaded.
+        """Load the newest version.
 
-        A version is new if it is newer than each `known` version of its run. `model` and
-        `before_change` are passed to `LocalReplica.advance`.
+        Returns None if it is not newer than each `known` one of its run. Also if it cannot be
+        loaded. `model` and `before_change` as in `LocalReplica.advance`.
         """
         while True:
             target = self._find_announced(known) or self._store.newest()
@@ -310,10 +312,6 @@ class VersionLoader:
         return version if version is not None and self._is_new(version, known) else None
 
     def _is_new(self, version: Version, known: Sequence[Version]) -> bool:
-        """Whether `version` is newer than the known versions of its run.
-
-        False if it has the announced number, but not the announced weights_id.
-        """
         number, weights_id = self._announced
         if version.number == number and weights_id not in ("", version.weights_id):
             self._log_once(
@@ -328,7 +326,6 @@ class VersionLoader:
     def _load(
         self, target: Version, model: str | None, before_change: Callable[[], None]
     ) -> PendingWeights:
-        """Update the replica to `target` and check the weights. Raises StoreError."""
         bytes_read = self.replica.advance(
             self._store, target, model=model, before_change=before_change
         )
@@ -337,7 +334,9 @@ class VersionLoader:
         if bytes_read:
             bytes_per_second = bytes_read / max(1e-6, self.replica.read_seconds)
             self._speed_check.add(*self._discovered, target.size, bytes_per_second)
-        self.wants_keyframe, self._last_warning, self.store_error = False, "", ""
+        self.wants_keyframe = False
+        self._last_warning = ""
+        self.store_error = ""
         return pending
 
     def _pending(self, version: Version, bytes_read: int) -> PendingWeights:
@@ -358,13 +357,11 @@ class VersionLoader:
         return PendingWeights(version, tensors, self.replica.folder, bytes_read, visible_seconds)
 
     def _note(self, error: str) -> None:
-        """Record why the store cannot be read; log it if it has changed."""
         if error and error != self.store_error:
             logger.warning("weights not read: reason=%s", error)
         self.store_error = error
 
     def _log_once(self, text: str) -> None:
-        """Log a warning unless it repeats the previous one, e.g. at every poll."""
         if text != self._last_warning:
             logger.warning(text)
         self._last_warning = text
@@ -378,11 +375,9 @@ class ReadSpeedCheck:
         self._num_slow = 0  # slow versions in a row
 
     def add(self, number: int, seen_at: float, size: int, bytes_per_second: float) -> None:
-        """Record that a version of `size` bytes was read; log the warning if it is due.
-
-        `seen_at` is when the version was discovered, in monotonic seconds.
-        """
-        previous, self._previous = self._previous, (number, seen_at)
+        """Record that a version of `size` bytes, discovered at `seen_at`, was read."""
+        previous = self._previous
+        self._previous = (number, seen_at)
         if previous is None or number <= previous[0] or self._num_slow >= SLOW_VERSIONS:
             return
         step_seconds = max(1e-3, (seen_at - previous[1]) / (number - previous[0]))

@@ -1,7 +1,6 @@
 """Sets of named tensors: safetensors files, digests, copies, a check for NaN.
 
-A file is written as a stream; its tensors are read, and updated in place, one at a time. The digest
-of a set identifies names, dtypes, shapes and bytes; the fingerprint identifies names and shapes.
+The digest of a set identifies names, dtypes, shapes and bytes; the fingerprint names and shapes.
 """
 
 from __future__ import annotations
@@ -34,19 +33,15 @@ DTYPE_NAMES = {
 ALL_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DISK_FOLDER = "/var/tmp"  # for temporary files; /tmp may be in memory
 CHUNK = 1 << 20  # elements (or bytes) processed at a time
-MAX_ELEMENTS = 1 << 40  # of a tensor, an empty dimension counted as 1
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Dtype and shape of a tensor."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -85,10 +80,7 @@ def file_size(specs: Mapping[str, Spec]) -> int:
 def file_of(
     tensors: Mapping[str, torch.Tensor], checksums: dict[str, int]
 ) -> Iterator[bytes | memoryview]:
-    """The safetensors file of a set, in pieces.
-
-    Adds the crc32 of each tensor to `checksums`.
-    """
+    """The safetensors file of a set, in pieces; adds the crc32 of each tensor to `checksums`."""
     specs = specs_of(tensors)
     yield _header(specs)
     for name in specs:
@@ -105,7 +97,8 @@ def _header(specs: Mapping[str, Spec]) -> bytes:
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, spec in specs.items():
-        dtype, offsets = DTYPE_NAMES[spec.dtype], [start, start + spec.bytes]
+        dtype = DTYPE_NAMES[spec.dtype]
+        offsets = [start, start + spec.bytes]
         fields[name] = {"dtype": dtype, "shape": spec.shape, "data_offsets": offsets}
         start += spec.bytes
     text = json.dumps(fields, separators=(",", ":")).encode()
@@ -121,7 +114,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def copy_set(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A copy of a set on the CPU in another dtype."""
     return {
         name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
         for name, tensor in tensors.items()
@@ -131,8 +123,7 @@ def copy_set(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
 def temporary_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A copy of a set, of one dtype and not empty, as views of a temporary file without a name.
 
-    The system deletes the file with the last view, or when the process ends. Raises OSError, also
-    if less than twice the size of the set is free.
+    Raises OSError, also if less than twice the size of the set is free.
     """
     folder = os.environ.get("TMPDIR") or DISK_FOLDER
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -182,17 +173,21 @@ class FileTensors(Mapping[str, torch.Tensor]):
             self._opened: Any = safe_open(file, framework="pt", backend="pread")
         except SafetensorError as error:  # it checks that the tensors fill the file without gaps
             raise ValueError(str(error)) from None
-        self._file, end = file, 8 + int.from_bytes(start, "little")
+        self._file = file
+        end = 8 + int.from_bytes(start, "little")
         self.specs: dict[str, Spec] = {}
         self._starts: dict[str, int] = {}  # file offset of each tensor
         for name in self._opened.offset_keys():
             entry = self._opened.get_slice(name)
-            dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
+            dtype = entry.get_dtype()
+            shape = tuple(entry.get_shape())
             if dtype not in dtypes:
                 raise ValueError(f"{name:.80} has dtype {dtype}, not {', '.join(dtypes)}")
-            if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
+            # With an empty dimension, a huge shape has no elements.
+            if math.prod(max(1, size) for size in shape) > 1 << 40:
                 raise ValueError(f"{name:.80} has shape {shape!s:.80}")  # 0 times 2**63
-            self.specs[name], self._starts[name] = Spec(dtypes[dtype], shape), end
+            self.specs[name] = Spec(dtypes[dtype], shape)
+            self._starts[name] = end
             end += self.specs[name].bytes
 
     def __getitem__(self, name: str) -> torch.Tensor:

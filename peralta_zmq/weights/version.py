@@ -1,8 +1,7 @@
 """Weight versions: names and manifest fields of a version, and their validation.
 
-A version holds the weights after one training step: a keyframe holds all weights, a delta the
-changes since an earlier version, its parent. The folder step_NUMBER has the number of the version,
-which can be higher than the training step after the run was rolled back to an earlier step.
+A keyframe holds all weights, a delta the changes since an earlier version, its parent. The number
+of a version can be higher than its training step after the run was rolled back.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ RUN_FILE = "RUN.json"  # names the run that owns a weight store
 VERSION_NAME = re.compile(r"step_\d{8}")
 MAX_NUMBER = 99_999_999  # of a version
 FORMAT = 2  # number of the manifest's format
-MAX_INTEGER = 2**31 - 1  # the highest step in messages
-MAX_FILE = 2**63 - 1  # bytes
 # Integer fields of the manifest with their defaults; None: the field is required.
 INTEGER_FIELDS = {"number": None, "step": None, "parent": -1, "depth": 0, "lineage": 0}
 # Optional text fields. model: fingerprint of the tensor names and shapes. result: digest of this
@@ -50,13 +47,10 @@ class Version:
 
     @classmethod
     def from_manifest(cls, folder: Path, manifest: Manifest) -> Version:
-        """Check the fields of a manifest and return its version.
-
-        Raises CorruptError if a field is invalid or does not match the name of the folder.
-        """
+        """The version of a manifest. Raises CorruptError if a field is invalid."""
         about = manifest.about
         values = [about.get(name, default) for name, default in INTEGER_FIELDS.items()]
-        if not all(type(value) is int and abs(value) <= MAX_INTEGER for value in values):
+        if not all(type(value) is int and abs(value) <= 2**31 - 1 for value in values):
             names = ", ".join(INTEGER_FIELDS)
             raise CorruptError(f"{folder.name}: one of {names} is not an integer, or too large")
         number, step, parent, depth, lineage = cast("list[int]", values)
@@ -67,7 +61,7 @@ class Version:
             raise CorruptError(f"{folder.name}: kind {kind!r:.80} with parent {parent}")
         if (WEIGHTS_FILE if kind == "keyframe" else DELTA_FILE) not in manifest.files:
             raise CorruptError(f"{folder.name}: a {kind} without its weights file")
-        if not all(0 <= size <= MAX_FILE for size, _ in manifest.files.values()):
+        if not all(0 <= size <= 2**63 - 1 for size, _ in manifest.files.values()):
             raise CorruptError(f"{folder.name}: a file has an impossible size")
         weights = (WEIGHTS_FILE, DELTA_FILE)
         others = {name: size for name, (size, _) in manifest.files.items() if name not in weights}
@@ -86,7 +80,6 @@ class Version:
 
     @property
     def size(self) -> int:
-        """Total bytes of all files."""
         return sum(size for size, _ in self.manifest.files.values())
 
     def field(self, name: str) -> str | None:

@@ -1,14 +1,11 @@
 """Network protocol between generators and trainer, over ZeroMQ.
 
-No other package imports zmq. The trainer's announcements acknowledge each group twice: as received,
-and as durable when the group is in the journal on the trainer's disk. A generator keeps each group
-until the group is durable, and resends lost groups. A receiver drops an invalid message and logs or
-counts it. The trainer binds four consecutive ports, beginning with the setting wire.port. The
-sender's socket is listed first (announcements.py explains why the announcements do not use PUB and
-SUB):
+No other package imports zmq. A receiver drops an invalid message and logs or counts it. The trainer
+binds four consecutive ports, beginning with the setting wire.port. The sender's socket is listed
+first:
 
     port  sockets      direction             content and module
-    + 0   PUSH, PULL   generator -> trainer  groups: sockets.py, format in messages.py
+    + 0   PUSH, PULL   generator -> trainer  groups: rollout_sockets.py, messages.py
     + 1   XSUB, XPUB   trainer -> generator  progress and acknowledgements: announcements.py
     + 2   XPUB, SUB    generator -> trainer  counters of the generator: generator_status.py
     + 3   DEALER, REP  doctor <-> trainer    connection test by bin/doctor: probe.py
@@ -23,17 +20,16 @@ from peralta_zmq.wire.announcements import (
     AnnouncementPublisher,
     AnnouncementSubscriber,
 )
-from peralta_zmq.wire.auth import Authenticator, generator_keys
-from peralta_zmq.wire.connection import SILENT_SECONDS, accepts_connection
+from peralta_zmq.wire.auth import Authenticator, ServerLimits, generator_keys
+from peralta_zmq.wire.connection import SILENT_SECONDS, ConnectionTiming, accepts_connection
 from peralta_zmq.wire.generator_status import (
     GeneratorStatus,
     GeneratorStatusReceiver,
     GeneratorStatusSender,
 )
-from peralta_zmq.wire.group_rules import GroupLimits
-from peralta_zmq.wire.messages import InvalidGroupError, decode_group, encode_group
+from peralta_zmq.wire.messages import GroupLimits, InvalidGroupError, decode_group, encode_group
 from peralta_zmq.wire.probe import ProbeClient, ProbeReply, ProbeServer
-from peralta_zmq.wire.sockets import (
+from peralta_zmq.wire.rollout_sockets import (
     RolloutReceiver,
     RolloutSender,
     interface_address,
@@ -54,6 +50,7 @@ __all__ = [
     "AnnouncementPublisher",
     "AnnouncementSubscriber",
     "Authenticator",
+    "ConnectionTiming",
     "GeneratorStatus",
     "GeneratorStatusReceiver",
     "GeneratorStatusSender",
@@ -64,6 +61,7 @@ __all__ = [
     "ProbeServer",
     "RolloutReceiver",
     "RolloutSender",
+    "ServerLimits",
     "TrainerAddress",
     "accepts_connection",
     "decode_group",

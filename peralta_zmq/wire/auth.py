@@ -1,11 +1,8 @@
 """Which clients the trainer accepts: CURVE keys, and a limit of connections.
 
-CURVE is ZeroMQ's encryption with public keys. ZAP is ZeroMQ's authentication protocol: libzmq asks
-a handler socket in the server's process whether to accept each new connection, and sends it the
-client's public key if CURVE is used. The servers are the trainer's sockets, the clients those of
-generators and bin/doctor. A key folder holds one CURVE key per file: `trainer.public` and
-`trainer.secret`, and for each generator `NAME.public` and `NAME.secret`. The trainer needs its own
-secret key and every public key; a generator needs `trainer.public` and its own secret key.
+CURVE is ZeroMQ's encryption with public keys; ZAP its protocol by which libzmq asks a handler
+whether to accept a connection. A key folder holds one key per file: `trainer.public` and
+`trainer.secret`, and for each generator `NAME.public` and `NAME.secret`.
 """
 
 from __future__ import annotations
@@ -30,13 +27,7 @@ PUBLIC, SECRET = ".public", ".secret"
 KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85, ZeroMQ's text encoding
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # mode bits: others than the owner can write
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification
-POLL_SECONDS = 0.2  # interval at which the authenticator's thread checks for `close`
-READ_SECONDS = 1.0  # minimum interval between two reads of the key folder
-# A server disconnects a client whose handshake takes longer (HANDSHAKE_IVL in sockets.py).
-HANDSHAKE_SECONDS = 5.0
-# Unread messages of one server socket, see ConnectionQuota.
-MAX_UNREAD_BYTES = 256 << 20  # sum of their largest sizes
-MIN_CONNECTIONS = 64  # accepted also if their messages can be larger than that
+HANDSHAKE_SECONDS = 5.0  # a server disconnects a client whose handshake takes longer
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +40,7 @@ class KeyFileError(WireError):
 
 @dataclass(frozen=True, slots=True)
 class GeneratorKeys:
-    """The keys of a generator: its own secret key and the trainer's public key."""
+    """The keys of a generator."""
 
     name: str  # of the generator
     secret: bytes  # secret key of the generator
@@ -57,16 +48,16 @@ class GeneratorKeys:
 
 
 def make_keys(folder: Path, name: str) -> bool:
-    """Write a new pair NAME.secret (mode 0600) and NAME.public.
+    """Write a new pair NAME.secret (mode 0600) and NAME.public; False if it exists already.
 
-    Returns False if the pair exists already. Raises WireError if the folder cannot be written or
-    its file system has no modes, only one of the two files exists, or they do not belong together.
+    Raises WireError if the folder cannot be written or its file system has no modes, only one of
+    the two files exists, or they do not belong together.
     """
     public = folder / f"{name}{PUBLIC}"
     secret = folder / f"{name}{SECRET}"
     _check_name(name)
     if secret.exists():
-        if _read_public(public) != zmq.curve_public(read_secret(secret)):
+        if _read_key(public, PUBLIC) != zmq.curve_public(_read_key(secret, SECRET)):
             raise WireError(f"{public} does not belong to {secret}; delete both for a new pair")
         return False
     if public.exists():
@@ -80,15 +71,14 @@ def make_keys(folder: Path, name: str) -> bool:
         _write_key(secret, secret_key, 0o600)
     except OSError as error:
         raise WireError(f"{error.filename} cannot be written ({error.strerror})") from None
-    read_secret(secret)  # refuses a file system without modes, before the key is used
+    _read_key(secret, SECRET)  # refuses a file system without modes, before the key is used
     return True
 
 
 def trainer_secret(folder: Path) -> bytes:
-    """Read the trainer's secret key.
+    """Read the trainer's secret key, as `_read_key`.
 
-    Raises OutageError if there is none, as in a mount point without its mount; otherwise as
-    `read_secret`.
+    Raises OutageError if there is none, as in a mount point without its mount.
     """
     file = folder / f"{TRAINER}{SECRET}"
     if not os.path.exists(file):
@@ -96,15 +86,14 @@ def trainer_secret(folder: Path) -> bytes:
             f"key {file} is missing; mount its disk, copy it here, or make it with "
             f"{program_name('doctor')} keygen"
         )
-    return read_secret(file)
+    return _read_key(file, SECRET)
 
 
 def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     """Read the keys of the generator `name`.
 
-    Raises WireError if a file is missing or holds no key, or if other users can read the secret key
-    or replace the trainer's public key; OutageError if the folder or a file cannot be read for
-    now.
+    Raises WireError if one is missing or unusable, or if other users can read or replace it;
+    OutageError if the folder or a file cannot be read for now.
     """
     _check_name(name)
     file = folder / f"{name}{SECRET}"
@@ -114,14 +103,13 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
             f"key {file} does not exist; did you mean --generator.name {choice}, whose key is "
             f"there? Or make it with {program_name('doctor')} keygen"
         )
-    secret = read_secret(file)
-    keys = GeneratorKeys(name, secret, _read_public(folder / f"{TRAINER}{PUBLIC}"))
+    secret = _read_key(file, SECRET)
+    keys = GeneratorKeys(name, secret, _read_key(folder / f"{TRAINER}{PUBLIC}", PUBLIC))
     _check_and_list(folder)  # only the check of the folder's permissions is needed here
     return keys
 
 
 def _names_of_secrets(folder: Path) -> list[str]:
-    """Names of the generators whose secret key is in a folder; empty if it cannot be read."""
     try:
         names = [os.path.splitext(entry) for entry in sorted(os.listdir(folder))]
     except OSError:
@@ -132,9 +120,9 @@ def _names_of_secrets(folder: Path) -> list[str]:
 def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
     """Read the public keys of all generators in a folder; returns key -> name.
 
-    If `strict`, raises KeyFileError for an unusable key file; otherwise logs and skips the file.
-    Raises WireError if other users can write to the folder or two names have the same key;
-    OutageError if the folder or a file cannot be read for now.
+    If `strict`, raises KeyFileError for an unusable key file; otherwise logs and skips it. Raises
+    WireError if other users can write to the folder or two names have the same key, and
+    OutageError.
     """
     names: dict[bytes, str] = {}
     for entry in _check_and_list(folder):
@@ -142,7 +130,7 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
         if kind != PUBLIC or name == TRAINER or not PLAIN_NAME.fullmatch(name):
             continue
         try:
-            key = _read_public(folder / entry)
+            key = _read_key(folder / entry, PUBLIC)
         except KeyFileError as error:
             if strict:
                 raise
@@ -152,28 +140,6 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
             raise WireError(f"{folder / entry} holds the key of {names[key]}; delete one of them")
         names[key] = name
     return names
-
-
-def read_secret(file: Path) -> bytes:
-    """Read a secret key; KeyFileError if it is unusable or others can access it.
-
-    Raises OutageError if it cannot be read for now.
-    """
-    key, status = _read_key(file)
-    if status.st_mode & 0o077:
-        raise KeyFileError(f"{file} can be read by others; chmod 600 {file}, {NO_MODES}")
-    _check_writers(file, status)
-    return key
-
-
-def _read_public(file: Path) -> bytes:
-    """Read a public key; KeyFileError if it is unusable or others can replace it.
-
-    Raises OutageError if it cannot be read for now.
-    """
-    key, status = _read_key(file)
-    _check_writers(file, status)
-    return key
 
 
 def _check_writers(path: Path, status: os.stat_result) -> None:
@@ -188,9 +154,9 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
 
 
 def _check_and_list(folder: Path) -> list[str]:
-    """Check the permissions of a key folder; returns its file names, sorted.
+    """Check the permissions of a key folder; returns its file names.
 
-    Raises OutageError if the folder cannot be read, KeyFileError if other users could add a key.
+    Raises OutageError, KeyFileError.
     """
     try:
         status = folder.stat()
@@ -201,11 +167,11 @@ def _check_and_list(folder: Path) -> list[str]:
     return names
 
 
-def _read_key(file: Path) -> tuple[bytes, os.stat_result]:
-    """Read a key file; returns the key and the status of the file.
+def _read_key(file: Path, kind: str) -> bytes:
+    """Read a key file of kind SECRET, which others must not read, or PUBLIC.
 
-    Raises KeyFileError if the file is missing, not readable or not a key; OutageError for an error
-    that may be temporary, such as that of an unresponsive mount.
+    Raises KeyFileError if it is missing, not readable, not a key, or others can replace it;
+    OutageError for an error that may be temporary.
     """
     try:
         with file.open("rb") as opened:
@@ -221,18 +187,19 @@ def _read_key(file: Path) -> tuple[bytes, os.stat_result]:
         raise KeyFileError(
             f"{file} is not a key; make a new pair with {program_name('doctor')} keygen"
         )
-    return key, status
+    if kind == SECRET and status.st_mode & 0o077:
+        raise KeyFileError(f"{file} can be read by others; chmod 600 {file}, {NO_MODES}")
+    _check_writers(file, status)
+    return key
 
 
 def _write_key(file: Path, key: bytes, mode: int) -> None:
-    """Create a key file with these mode bits; OSError if the file exists."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as opened:
         opened.write(key + b"\n")
 
 
 def _check_name(name: str) -> None:
-    """Raise WireError unless the name can be part of a file name."""
     if not PLAIN_NAME.fullmatch(name):
         raise WireError(f"{name!a} is not a plain name; use letters, digits, . _ and -")
 
@@ -240,23 +207,34 @@ def _check_name(name: str) -> None:
 # The trainer's side.
 
 
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Times in seconds, and limits on the unread messages of a server socket (ConnectionQuota)."""
+
+    read_seconds: float = 1.0  # minimum interval between two reads of the key folder
+    handshake_seconds: float = HANDSHAKE_SECONDS
+    max_unread_bytes: int = 256 << 20  # sum of the largest sizes of the unread messages
+    min_connections: int = 64  # accepted also if their messages can be larger than that
+
+
 class ConnectionQuota:
     """Limits the new connections of a server socket while it has unread messages.
 
     libzmq keeps a message until the program reads it, also after the client has closed the
     connection. A client that connects, sends and closes again and again could fill the memory
-    during a long training step. Therefore each accepted connection takes `queue` messages of the
-    quota, each message that the program reads gives one back, and an empty socket gives back all.
-    (Connections that were open when the socket was empty can send later; the limit of open files
-    bounds their number.)
-
-    The authenticator's thread calls `take`, the thread that reads the socket calls the others.
+    during a long step. Therefore each accepted connection takes `queue` messages of the quota, each
+    message that is read gives one back, and an empty socket gives back all. The authenticator's
+    thread calls `take`, the thread that reads the socket calls the others.
     """
 
-    def __init__(self, *, queue: int, max_bytes: int) -> None:
+    def __init__(
+        self, *, queue: int, max_bytes: int, limits: ServerLimits = ServerLimits()
+    ) -> None:
         """A connection holds up to `queue` unread messages of up to `max_bytes` each."""
         self._queue = queue
-        self._size = max(MIN_CONNECTIONS * queue, MAX_UNREAD_BYTES // max_bytes)  # in messages
+        self._size = max(  # in messages
+            limits.min_connections * queue, limits.max_unread_bytes // max_bytes
+        )
         # Totals of messages. Only one thread changes each of them.
         self._num_taken = 0
         self._num_returned = 0
@@ -280,19 +258,19 @@ class ConnectionQuota:
 class Authenticator:
     """The trainer's ZAP handler: accepts or refuses each new connection of its server sockets.
 
-    With a key folder, accepts clients whose public key is in the folder; the generator name of an
-    accepted client is the property User-Id of each frame that the client sends. Adding or removing
-    a key takes effect within READ_SECONDS, on new connections only. Without a key folder, accepts
-    every client. In both cases accepts no connection beyond the ConnectionQuota of the socket.
+    With a key folder, accepts clients whose public key is in the folder; the name of an accepted
+    client is the property User-Id of its frames. Added and removed keys take effect within
+    a second, on new connections. Accepts no connection beyond the ConnectionQuota of the
+    socket.
 
-    Open the authenticator before the sockets that it protects, and close these sockets first.
-    Protected sockets enforce a ZAP domain, so libzmq refuses every client while no authenticator
-    runs. Use with `closing`.
+    Open it before the sockets that it protects, and close these sockets first: libzmq refuses every
+    client while no authenticator runs. Use with `closing`.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, limits: ServerLimits = ServerLimits()) -> None:
         """Raises KeyFileError for an unusable key, OutageError for keys that cannot be read."""
         self.refused = 0  # number of refused connections
+        self.limits = limits
         self._logged: set[str] = set()  # reasons of refusals
         self._folder = folder
         # Public key -> name; None while the folder cannot be read.
@@ -336,15 +314,13 @@ class Authenticator:
         server.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
 
     def close(self) -> None:
-        """Stop the thread; from now on libzmq refuses every new client."""
         self._closed.set()
         self._thread.join(timeout=2.0)  # the read of a key folder on a dead mount can block
 
     def _serve(self) -> None:
-        """The thread: answer ZAP requests until `close`."""
         with self._zap as zap:
             while not self._closed.is_set():
-                if zap.poll(int(POLL_SECONDS * 1000)):
+                if zap.poll(200):  # ms between two checks for `close`
                     identity, delimiter, *request = zap.recv_multipart()
                     if reply := self._reply(request):
                         zap.send_multipart([identity, delimiter, *reply])
@@ -353,10 +329,9 @@ class Authenticator:
     def _reply(self, request: list[bytes]) -> list[bytes] | None:
         """The reply to a ZAP 1.0 request: status 200 accepts the client, 400 refuses its key.
 
-        None (no reply) while the key folder cannot be read or the socket's quota is used up: libzmq
-        then disconnects the client after HANDSHAKE_SECONDS, and the client connects again. (The
-        status 300, temporary failure, would disconnect the client at once. To the client, that
-        looks like a wrong key.)
+        None while the key folder cannot be read or the quota is used up: libzmq then disconnects
+        the client after HANDSHAKE_SECONDS, and it connects again. (After status 300, temporary
+        failure, at once, which looks like a wrong key.)
         """
         version, request_id, domain, address, _, mechanism, *credentials = request
         name: str | None = ""
@@ -377,15 +352,14 @@ class Authenticator:
         return [version, request_id, b"200", b"OK", name.encode(), b""]
 
     def _log_refusal(self, reason: str, address: bytes) -> None:
-        """Count a refused connection, and warn of the first one of each reason."""
         self.refused += 1
         level = logging.DEBUG if reason in self._logged else logging.WARNING
         self._logged.add(reason)
         logger.log(level, "client refused: reason=%s address=%s", reason, address.decode("ascii"))
 
     def _known_names(self) -> dict[bytes, str] | None:
-        """Public key -> name, read at most READ_SECONDS ago; None if the read failed."""
-        if self._folder and time.monotonic() - self._read_at > READ_SECONDS:
+        """Public key -> name, not older than `read_seconds`; None if the read failed."""
+        if self._folder and time.monotonic() - self._read_at > self.limits.read_seconds:
             self._read_at = time.monotonic()
             try:
                 self._names = known_generators(self._folder, strict=False)

@@ -1,9 +1,8 @@
 """Connect a client socket to the trainer, and again if the connection fails.
 
-The clients are the sockets of a generator and of bin/doctor. libzmq itself connects again after a
-lost connection. libzmq does not connect again after a refused handshake, or after bytes that
-violate ZeroMQ's protocol. Nor does libzmq detect a damaged message; a damaged subscription, for
-example, leaves a connection open on which the socket never receives a message.
+libzmq itself connects again after a lost connection, but not after a refused handshake or bytes
+that violate ZeroMQ's protocol. Nor does it detect a damaged message: a damaged subscription leaves
+a connection open on which the socket never receives a message.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import logging
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -23,10 +23,9 @@ from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, GeneratorKeys, use_keys
 
 SILENT_SECONDS = 10.0  # a connection that was silent for this time is opened again
 MAX_WAIT_SECONDS = 160.0  # during silence, the time between attempts doubles up to this value
-RETRY_SECONDS = 0.5  # from a refused handshake to the next attempt
-# A client reports a refusal only after this time and this number of handshakes that failed for the
-# same reason, because damaged bytes can look like a refusal.
-PATIENCE_SECONDS, PATIENCE_TRIES = 20.0, 5
+# A client reports a refusal only after this number of handshakes that failed for the same reason,
+# and ConnectionTiming.patience_seconds, because damaged bytes can look like a refusal.
+PATIENCE_TRIES = 5
 # Reasons of a failed handshake that are no refusal by themselves.
 CLOSED, DAMAGED = "closed during the handshake", "damaged data"
 HANDSHAKE_EVENTS = (
@@ -40,11 +39,27 @@ _monitor_numbers = itertools.count()  # one for each ClientConnection of the pro
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionTiming:
+    """Times of a client's connection, in seconds."""
+
+    silent_seconds: float = SILENT_SECONDS
+    retry_seconds: float = 0.5  # from a refused handshake to the next attempt
+    patience_seconds: float = 20.0  # of failed handshakes, until a refusal is reported
+    handshake_seconds: float = HANDSHAKE_SECONDS  # of the server
+    # Between two attempts to connect; libzmq doubles it after each attempt, up to a second: a short
+    # run could end before the generators received an announcement.
+    reconnect_seconds: float = 0.1
+
+
+DEFAULT_TIMING = ConnectionTiming()
+
+
 class ClientConnection:
     """Connects a client socket, with keys or without, and again after a fault.
 
-    Set the socket's options before creating this object, call `check` often, and close this object
-    before the socket.
+    Create it after the socket's options are set, call `check` often, and close it before the
+    socket.
     """
 
     def __init__(
@@ -54,24 +69,25 @@ class ClientConnection:
         keys: GeneratorKeys | None,
         *,
         name: str,
-        patience: float | None = None,
+        timing: ConnectionTiming = DEFAULT_TIMING,
     ) -> None:
-        """`name` identifies the connection in the log; `patience`: see PATIENCE_SECONDS."""
+        """`name` identifies the connection in the log; `timing` has the times of retries."""
         self.num_reconnects = 0  # after silence only
         self.raises_refusals = True  # False: `check` logs a refusal instead
         self._client = client
         self._address = address
         self._keys = keys
         self._name = name
-        self._patience = PATIENCE_SECONDS if patience is None else patience
+        self._timing = timing
         self._is_accepted = False  # a handshake of this socket has succeeded
         self._is_failing = False  # a handshake has failed since the last success
         # Since the last success: reason -> number of failed handshakes, monotonic seconds of the
         # first one.
-        self._failures: dict[str, tuple[int, float]] = {}
-        self._retry_at = float("inf")  # monotonic seconds; infinite if no attempt is planned
-        self._silence_limit = SILENT_SECONDS  # seconds of silence before the next attempt
+        self.failures: dict[str, tuple[int, float]] = {}
+        self.retry_at = float("inf")  # monotonic seconds; infinite if no attempt is planned
+        self._silence_limit = timing.silent_seconds  # of silence before the next attempt
         use_keys(client, keys)
+        client.setsockopt(zmq.RECONNECT_IVL, int(timing.reconnect_seconds * 1000))
         # A new endpoint each time: libzmq releases a closed endpoint only some time later.
         endpoint = f"inproc://handshakes-{next(_monitor_numbers)}"
         client.monitor(endpoint, HANDSHAKE_EVENTS)
@@ -86,10 +102,9 @@ class ClientConnection:
         """Connect again after a refused handshake, then return True; call this often.
 
         Raises WireError with reason and remedy if no handshake has succeeded, and the trainer has
-        refused handshakes for the same reason for `patience` seconds. After a successful handshake,
-        of this socket or of another socket with the same keys, a failed handshake is only logged,
-        because damaged data is the likely cause. Can block for half a second after failed
-        handshakes.
+        refused handshakes for the same reason for `patience_seconds`. After a success, of this
+        socket or of another one with the same keys, a failure is only logged: damaged data is the
+        likely cause. Can block for half a second after failed handshakes.
         """
         reasons: list[str] = []  # of failed handshakes since the previous call
         while self._events.poll(0):
@@ -97,7 +112,7 @@ class ClientConnection:
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_accepted = True
                 self._is_failing = False
-                self._failures.clear()
+                self.failures.clear()
                 reasons.clear()
                 if self._keys is not None:
                     _accepted_keys.add(self._keys)
@@ -105,8 +120,8 @@ class ClientConnection:
             reasons.append(self._reason_of(message["event"], message["value"]))
             # After FAILED_NO_DETAIL libzmq connects again; after the other failures it does not.
             if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._retry_at = time.monotonic() + RETRY_SECONDS
-        is_due = time.monotonic() >= self._retry_at
+                self.retry_at = time.monotonic() + self._timing.retry_seconds
+        is_due = time.monotonic() >= self.retry_at
         if is_due:
             self._connect_again()
         is_known = self._is_accepted or self._keys in _accepted_keys
@@ -117,13 +132,12 @@ class ClientConnection:
         return is_due
 
     def reconnect_if_silent(self, seconds: float) -> bool:
-        """Connect again if the connection has been silent for too long; True if it did.
+        """Connect again if the connection has been silent for `seconds`, too long; True if it did.
 
-        `seconds` is how long the connection has been silent. The time between two attempts doubles
-        while the silence lasts.
+        The time between two attempts doubles while the silence lasts.
         """
-        if seconds < SILENT_SECONDS:
-            self._silence_limit = SILENT_SECONDS
+        if seconds < self._timing.silent_seconds:
+            self._silence_limit = self._timing.silent_seconds
         if seconds < self._silence_limit:
             return False
         self._silence_limit = seconds + min(seconds, MAX_WAIT_SECONDS)
@@ -139,25 +153,24 @@ class ClientConnection:
         self._client.disconnect(self._address)
         self._address = address
         self._is_failing = False
-        self._failures.clear()
-        self._retry_at = float("inf")
-        self._silence_limit = SILENT_SECONDS
+        self.failures.clear()
+        self.retry_at = float("inf")
+        self._silence_limit = self._timing.silent_seconds
         self._client.setsockopt(zmq.IPV6, needs_ipv6(address))
         self._client.connect(address)
 
     def close(self) -> None:
-        """Stop monitoring; call `close` before the client socket is closed."""
+        """Stop monitoring, before the client socket is closed."""
         self._client.monitor(None, 0)
         self._events.close(linger=0)
 
     def _connect_again(self) -> None:
         """Open a new connection; messages in the send queue are lost."""
-        self._retry_at = float("inf")
+        self.retry_at = float("inf")
         self._client.disconnect(self._address)
         self._client.connect(self._address)
 
     def _log_failure(self, reason: str) -> None:
-        """Log the first failed handshake after a successful one."""
         if not self._is_failing:
             logger.warning("connection failed name=%s; trying again: %s", self._name, reason)
         self._is_failing = True
@@ -165,26 +178,25 @@ class ClientConnection:
     def _check_patience(self, reasons: list[str]) -> None:
         """Raise WireError if the trainer has refused handshakes for one reason for too long.
 
-        `reasons` has the reason of each new failure. Each reason is counted separately. A trainer
-        that is down, stopped or suspended raises no error, because it may come back.
+        A trainer that is down, stopped or suspended raises no error, because it may come back.
         """
         now = time.monotonic()  # before the connection test, which takes up to half a second
         if not accepts_connection(self._address, timeout=0.5, greeting=b"\xff"):
-            self._failures.clear()
+            self.failures.clear()
             return
         for reason in set(reasons) - {DAMAGED}:
-            count, first = self._failures.get(reason, (0, now))
+            count, first = self.failures.get(reason, (0, now))
             # Of the first failures count one, because the times of the others are unknown.
             count = count + reasons.count(reason) if count else 1
-            self._failures[reason] = count, first
+            self.failures[reason] = count, first
             elapsed = now - first
-            if count < PATIENCE_TRIES or elapsed < self._patience:
+            if count < PATIENCE_TRIES or elapsed < self._timing.patience_seconds:
                 continue
             if reason != CLOSED:
                 raise WireError(reason)
             # A trainer with a different key closes every connection during the handshake. A trainer
             # that cannot read its key folder closes it after HANDSHAKE_SECONDS.
-            if self._keys is not None and elapsed / count <= HANDSHAKE_SECONDS / 2:
+            if self._keys is not None and elapsed / count <= self._timing.handshake_seconds / 2:
                 raise WireError(
                     f"the trainer at {self._address} closes every connection: trainer.public is "
                     "not the trainer's key, or the trainer accepts no client; copy trainer.public "
@@ -225,9 +237,9 @@ def needs_ipv6(address: str) -> bool:
 def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:
     """Whether tcp://HOST:PORT accepts a connection and its first bytes are `greeting`.
 
-    A ZeroMQ socket first sends the byte 0xff, so the greeting b"\\xff" proves that its owner runs.
-    Without a greeting the result is True also for a port forwarder to a dead process, and for a
-    stopped process (SIGSTOP), because the kernel accepts the connection.
+    A ZeroMQ socket first sends the byte 0xff. Without a greeting the result is True also for a port
+    forwarder to a dead process, and for a stopped process, because the kernel accepts the
+    connection.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:

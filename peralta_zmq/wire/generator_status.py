@@ -1,8 +1,6 @@
 """Generator status: each generator reports its counters every two seconds.
 
-The trainer receives the statuses. Every status holds all counters, so the next status makes up for
-a lost one. A generator keeps groups in its outbox until the trainer has written them to disk; the
-trainer acknowledges groups in announcements, messages on another socket.
+Every status holds all counters, so the next status makes up for a lost one.
 """
 
 from __future__ import annotations
@@ -19,16 +17,12 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import sender_of
 from peralta_zmq.wire import message_fields
 from peralta_zmq.wire.auth import Authenticator, GeneratorKeys
-from peralta_zmq.wire.connection import ClientConnection
-from peralta_zmq.wire.sockets import open_server, open_socket, ready
+from peralta_zmq.wire.connection import DEFAULT_TIMING, ClientConnection, ConnectionTiming
+from peralta_zmq.wire.rollout_sockets import open_server, open_socket, ready
 
-STATUS_SECONDS = 2.0  # between two statuses
-MAX_AT_ONCE = 100  # messages read in one call: a flood of statuses must not delay the groups
-RECEIVER_HWM = 8  # unread statuses per connection, while the trainer computes
 MAX_STATUS = 1 << 14  # bytes
 POLLIN = int(zmq.POLLIN)  # the operators of an enum take longer
 SUBSCRIPTION = b"\1"  # message of libzmq; the end of a subscription is b"\0"
-MAX_VALUE = 2.0**64  # of a count, rate or duration; sums of them must stay finite
 logger = logging.getLogger(__name__)
 
 
@@ -50,15 +44,15 @@ class GeneratorStatus:
     resumed: int = 0  # interrupted rollouts whose sampling was resumed
     step: int = 0  # policy step of the weights in use
     tokens_per_s: float = 0.0  # generated tokens
-    blocked_frac: float = 0.0  # fraction of the time spent waiting to start or to send a group
-    queue_frac: float = 0.0  # fraction of the time spent waiting to send a group
+    blocked_frac: float = 0.0  # fraction of the time in which no group could be started
+    queue_frac: float = 0.0  # the part of it with a full send queue
     reload_s: float = 0.0  # duration of the latest change of weights
     wants_keyframe: bool = False  # a delta that the newest version needs is missing
     store_error: str = ""  # why newer weights cannot be read; printable, at most MAX_REASON letters
     announcement_reconnects: int = 0  # reconnects because no announcements arrived
     rollout_reconnects: int = 0  # reconnects because the trainer received no groups
-    needs_lease: bool = False  # asks for a sample lease
-    next_sample_index: int = 0  # greater than every sample index that was leased to it or drawn
+    needs_range: bool = False  # asks for a sample range
+    next_sample_index: int = 0  # greater than every sample index that was granted to it or drawn
     last: bool = False  # no group will follow this status
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
     """Constants: versions of package, python, torch, transformers; device, dtype, threads."""
@@ -70,19 +64,14 @@ class GeneratorStatus:
 
 
 def decode_generator_status(frame: bytes) -> GeneratorStatus:
-    """Decode a status from a frame made by `encode_fields`; ignores unknown fields.
-
-    Raises WireError if the frame is damaged, run_id, generator_id or incarnation is missing, or a
-    field is invalid: a wrong type, a number that is negative or too large, a large worker_info.
-    """
+    """Decode a status from a frame made by `encode_fields`. Raises WireError."""
     return message_fields.decode_fields(frame, GeneratorStatus, _check)
 
 
 def _check(status: GeneratorStatus) -> None:
-    """Raise ValueError if a field is invalid."""
     message_fields.check_identity(status.generator_id, status.incarnation)
     for name, value in message_fields.fields_of(status).items():
-        largest = 1.0 if name.endswith("_frac") else MAX_VALUE
+        largest = 1.0 if name.endswith("_frac") else 2.0**64  # sums must stay finite
         if type(value) in (int, float) and not 0 <= value <= largest:  # true for NaN, too
             raise ValueError(f"{name} {value} is negative or too large")
     if len(status.store_error) > MAX_REASON or not status.store_error.isprintable():
@@ -91,31 +80,39 @@ def _check(status: GeneratorStatus) -> None:
 
 
 class GeneratorStatusSender:
-    """Sends the status of one generator. Use with `closing`.
+    """Sends the status of one generator; it is lost if no trainer is connected.
 
-    Never blocks. If the trainer is absent, the status is lost without an error.
+    Use with `closing`.
     """
 
-    def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: GeneratorKeys | None = None,
+        status_seconds: float = 2.0,  # between two statuses
+        timing: ConnectionTiming = DEFAULT_TIMING,
+    ) -> None:
+        self._status_seconds = status_seconds
         self._due = float("inf")  # monotonic seconds; infinite until a trainer subscribes
         # Monotonic seconds when the trainer's subscription was lost; infinite while it is there.
         self._missing_since = time.monotonic()
         # Set by the caller, from the announcements: for how many seconds the trainer has received
         # groups of this generator but no status.
         self.unreceived_seconds = 0
-        self._socket = open_socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # deliver repeated subscriptions, too
-        self.connection = ClientConnection(self._socket, address, keys, name="status")
+        self.socket = open_socket(zmq.XPUB)
+        self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # deliver repeated subscriptions, too
+        self.connection = ClientConnection(self.socket, address, keys, name="status", timing=timing)
 
     def check_due(self) -> bool:
         """True if a status is due; also connects again if the connection is silent.
 
-        A status is due when a trainer subscribes, and STATUS_SECONDS after each `send`. The
+        A status is due when a trainer subscribes, and `status_seconds` after each `send`. The
         connection is silent if the trainer's subscription is missing for long, or if
         `unreceived_seconds` is large. Raises WireError if the trainer refuses the connection.
         """
-        while cast(int, self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
-            if self._socket.recv() == SUBSCRIPTION:
+        while cast(int, self.socket.getsockopt(zmq.EVENTS)) & POLLIN:
+            if self.socket.recv() == SUBSCRIPTION:
                 self._due = float("-inf")
                 self._missing_since = float("inf")
         # A connection that this program opens has no subscription at first; one that libzmq opens
@@ -128,54 +125,58 @@ class GeneratorStatusSender:
         return time.monotonic() >= self._due
 
     def send(self, status: GeneratorStatus) -> None:
-        """Send the status now; it is lost if no trainer is connected."""
-        self._due = time.monotonic() + STATUS_SECONDS
-        self._socket.send(message_fields.encode_fields(status))
+        self._due = time.monotonic() + self._status_seconds
+        self.socket.send(message_fields.encode_fields(status))
 
     def close(self, linger_seconds: float = 0.5) -> None:
         """Close; libzmq tries to send the last status for up to `linger_seconds`."""
         self.connection.close()
-        self._socket.close(linger=int(linger_seconds * 1000))
+        self.socket.close(linger=int(linger_seconds * 1000))
 
 
 class GeneratorStatusReceiver:
     """Binds the trainer's SUB socket and receives the statuses of one run.
 
-    Counts invalid messages in `refused`, logs and drops them. A message is also invalid if it
-    belongs to another run, or if its generator_id differs from the name of the sender's CURVE key.
-    Use with `closing`.
+    Logs and drops invalid messages, and counts them in `refused`: also those of another run, or
+    under another name than that of the sender's CURVE key. Use with `closing`.
     """
 
     def __init__(
-        self, address: str, *, run_id: str, authenticator: Authenticator | None = None
+        self,
+        address: str,
+        *,
+        run_id: str,
+        authenticator: Authenticator | None = None,
+        max_at_once: int = 100,  # messages read in one call, so that a flood delays no groups
     ) -> None:
+        self.max_at_once = max_at_once
         self.refused = 0  # number of messages
         self.is_empty = True  # False if the last `receive` left messages in the queue
         self._run_id = run_id
         self._has_keys = authenticator is not None and authenticator.has_keys
-        self._socket, self.address, self._quota = open_server(
-            zmq.SUB, address, authenticator, hwm=RECEIVER_HWM, max_bytes=MAX_STATUS
+        self.socket, self.address, self._quota = open_server(
+            zmq.SUB, address, authenticator, hwm=8, max_bytes=MAX_STATUS
         )
-        self._socket.subscribe(b"")
+        self.socket.subscribe(b"")
 
     def receive(self, *, timeout: float = 0.0) -> dict[str, GeneratorStatus]:
-        """Read up to MAX_AT_ONCE messages; returns sender -> newest status.
+        """Read up to `max_at_once` messages, waiting for the first one.
 
-        Waits up to `timeout` seconds for the first message.
+        Returns sender -> newest status.
         """
         if timeout > 0.0:
-            ready(self._socket, zmq.POLLIN, timeout)
+            ready(self.socket, zmq.POLLIN, timeout)
         received: dict[str, GeneratorStatus] = {}
         self.is_empty = False
-        for _ in range(MAX_AT_ONCE):
+        for _ in range(self.max_at_once):
             # Asked once per group; a tenth of the time of a receive that raises zmq.Again.
-            if not cast(int, self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
+            if not cast(int, self.socket.getsockopt(zmq.EVENTS)) & POLLIN:
                 self.is_empty = True
                 self._quota.on_socket_empty()
                 break
             self._quota.on_message_read()
             try:
-                status = self._accept(self._socket.recv_multipart(copy=False))
+                status = self._accept(self.socket.recv_multipart(copy=False))
                 received[status.sender] = status
             except WireError as error:
                 self.refused += 1
@@ -184,11 +185,9 @@ class GeneratorStatusReceiver:
         return received
 
     def close(self) -> None:
-        """Close at once."""
-        self._socket.close(linger=0)
+        self.socket.close(linger=0)
 
     def _accept(self, frames: list[zmq.Frame]) -> GeneratorStatus:
-        """Decode and validate a message. Raises WireError."""
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
         status = decode_generator_status(frames[0].bytes)

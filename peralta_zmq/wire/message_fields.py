@@ -3,9 +3,7 @@
 A message is one frame (bytes): a msgpack map of field name -> value. The last field, `crc32`, is a
 checksum of all bytes before its value. The sender of a frame may be hostile, so every length is
 limited before memory is allocated. Most checks raise ValueError; the decoder of the message then
-raises WireError with the type of the message. An incarnation is the 8 random bytes that a generator
-draws at each start. A worker_info is a small map of texts that describes a process: versions of
-libraries, device, dtype.
+raises WireError. A worker_info is a small map of texts that describes a process.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from dataclasses import fields
 from functools import lru_cache
 from itertools import count
 from struct import pack
+from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -28,7 +27,6 @@ MAX_MESSAGE = 16 << 20  # bytes; when a larger message arrives, libzmq closes th
 MAX_TEXT = 1 << 10  # bytes of one string
 MAX_INFO_ENTRIES = 16  # entries of a worker_info
 MAX_INFO_CHARS = 128  # characters of a key or a value of a worker_info
-SPARE_MAPS = 3  # that a message may have in fields of a later version of the program
 LARGE = 1 << 18  # bytes; a larger message is unpacked only after its maps were counted
 CRC_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes followed by the CRC-32 of these bytes
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
@@ -36,11 +34,10 @@ MessageT = TypeVar("MessageT")
 
 
 def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[str, Any]:
-    """Unpack a frame that is one msgpack map.
+    """Unpack a frame that is one msgpack map, without lists. Raises WireError.
 
-    `max_map_len` limits the entries of each map. `max_maps` limits the number of maps, including
-    the outer map, because the lengths of nested maps multiply. Lists are not allowed. Raises
-    WireError if the frame is not a map or exceeds a limit.
+    `max_map_len` limits the entries of each map, `max_maps` the number of maps, including the outer
+    one, because the lengths of nested maps multiply.
     """
     map_numbers = count(1)
 
@@ -71,13 +68,15 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
 def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
     """Raise ValueError if a frame has too many or too long maps, without unpacking it.
 
-    `unpackb` calls its `object_hook` only when a map is complete. Of a thousand nested maps, all
-    would be in memory before the first is counted; in a frame above LARGE they would occupy too
-    much. Raises UnpackException for bytes that are not msgpack.
+    `unpackb` calls its `object_hook` only when a map is complete: of a thousand nested maps, all
+    would be in memory before the first is counted. Raises UnpackException for bytes that are not
+    msgpack.
     """
     unpacker = cast(Any, msgpack).Unpacker(max_buffer_size=len(frame))
     unpacker.feed(frame)
-    num_maps, items_left = 0, 1  # the frame is one item; a map adds its keys and values
+    # the frame is one item; a map adds its keys and values
+    num_maps = 0
+    items_left = 1
     while items_left:
         items_left -= 1
         first_byte = frame[unpacker.tell() : unpacker.tell() + 1]  # empty at the frame's end
@@ -92,9 +91,9 @@ def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
 
 
 def check_type(value: Any, expected: type, name: str) -> Any:
-    """Return `value`; ValueError if its type is not `expected`.
+    """Return `value`; ValueError if its type is not `expected`, or a subclass.
 
-    `name` is that of the field, for the error. A subclass is not accepted: True is not an int.
+    True is not an int.
     """
     if type(value) is not expected:
         raise ValueError(f"{name}: {type(value).__name__} is not {expected.__name__}")
@@ -115,12 +114,13 @@ def check_checksum(frame: bytes, checksum: bytes | None) -> None:
 
 
 def fields_of(message: Any) -> dict[str, Any]:
-    """The fields of a dataclass: name -> value."""
-    return {field.name: getattr(message, field.name) for field in fields(message)}
+    """The fields of a dataclass that are not None: name -> value."""
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def encode_fields(message: Any) -> bytes:
-    """Encode a dataclass of numbers, texts, bytes and dicts; see `pack_with_checksum`."""
+    """Encode a dataclass of numbers, texts, bytes and dicts; fields that are None are left out."""
     return pack_with_checksum(fields_of(message))
 
 
@@ -133,13 +133,12 @@ def decode_fields(
 ) -> MessageT:
     """Decode an object of the dataclass `kind` from a frame made by `encode_fields`.
 
-    `check` gets the object and raises ValueError if it is invalid. Unknown fields are ignored and
-    missing fields take their defaults, so that two versions of the program can exchange messages.
-    Raises WireError for a wrong checksum, a missing required field, a wrong type, an exceeded limit
-    or a ValueError of `check`.
+    `check` raises ValueError if the object is invalid. Unknown fields are ignored and missing
+    fields take their defaults. Raises WireError.
     """
     types = _field_types(kind)
-    max_maps = 1 + sum(get_origin(expected) is dict for expected in types.values()) + SPARE_MAPS
+    num_maps = sum(get_origin(expected) is dict for expected in types.values())
+    max_maps = 1 + num_maps + 3  # a later version of the program may have more fields
     values = unpack(frame, max_map_len=max_map_len, max_maps=max_maps)
     try:
         check_checksum(frame, values.get("crc32"))
@@ -153,14 +152,17 @@ def decode_fields(
 
 @lru_cache
 def _field_types(kind: type) -> dict[str, Any]:
-    """The fields of a dataclass: name -> type."""
-    return get_type_hints(kind)
+    """The fields of a dataclass: name -> type, of an optional field without None."""
+    return {
+        name: get_args(expected)[0] if isinstance(expected, UnionType) else expected
+        for name, expected in get_type_hints(kind).items()
+    }
 
 
 def _check_field(value: Any, expected: Any, name: str) -> Any:
-    """Return `value`; ValueError if its type is not `expected`.
+    """Return `value`.
 
-    For a dict, the types of all keys and values are checked, too.
+    ValueError if its type, or that of a key or value in it, is not `expected`.
     """
     if get_origin(expected) is not dict:
         return check_type(value, expected, name)
@@ -172,10 +174,7 @@ def _check_field(value: Any, expected: Any, name: str) -> Any:
 
 
 def check_identity(generator_id: str, incarnation: bytes) -> None:
-    """Raise ValueError for an invalid generator name or incarnation.
-
-    The name is printed, and is part of file names and of metric names.
-    """
+    """Raise ValueError for an invalid incarnation or name, which is part of file names."""
     if len(generator_id) > MAX_NAME:
         raise ValueError(f"generator name of more than {MAX_NAME} characters; shorten it")
     if not PLAIN_NAME.fullmatch(generator_id):
@@ -187,17 +186,15 @@ def check_identity(generator_id: str, incarnation: bytes) -> None:
 
 
 def check_owner(name: str, owner: str | None) -> None:
-    """Raise WireError if the generator name in a message differs from `owner`.
+    """Raise WireError if the name in a message is not `owner`, that of the sender's CURVE key.
 
-    `owner` is the generator whose CURVE key authenticated the connection, or None on a socket
-    without keys, which accepts every name.
+    `owner` is None on a socket without keys, which accepts every name.
     """
     if owner is not None and name != owner:
         raise WireError(f"the key of {owner} was used under the name {name[:40]!a}")
 
 
 def check_worker_info(worker_info: dict[str, str]) -> None:
-    """Raise ValueError if a worker_info has too many, too long or unprintable entries."""
     if len(worker_info) > MAX_INFO_ENTRIES:
         raise ValueError(f"worker_info of more than {MAX_INFO_ENTRIES} entries")
     for text in (*worker_info.keys(), *worker_info.values()):

@@ -1,57 +1,101 @@
-"""Encode a group as one frame of bytes, and decode frames.
-
-A segment is consecutive generated tokens with equal policy step.
+"""Groups as messages: encode a group as one frame of bytes, decode and check frames.
 
 The frame is a msgpack map with four parts: the fields of RolloutGroup in ENVELOPE, those in
 OPTIONAL unless they are None, the Columns (little-endian buffers with the contents of all
 rollouts), `format` (version of the format), and `crc32` (checksum of all bytes before). A prompt
 that all rollouts share is sent once. The logprobs and policy steps of context tokens are not sent:
-they are 0 and -1. group_rules.py has the Columns and the rules for their content.
+they are 0 and -1. A segment is consecutive generated tokens with equal policy step.
+
+The sender may be hostile or have other settings: all sizes are checked before memory is allocated,
+so that no valid group takes more memory and time than one made with the trainer's settings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
 from struct import Struct, pack
 from struct import error as StructError
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
 from peralta_zmq.errors import WireError
-from peralta_zmq.rollout import FinishReason, GroupSummary, Rollout, RolloutGroup
+from peralta_zmq.rollout import MAX_REWARD, FinishReason, GroupSummary, Rollout, RolloutGroup
 from peralta_zmq.wire import message_fields
-from peralta_zmq.wire.group_rules import (
-    FLOAT,
-    MAX_OTHER_BYTES,
-    MAX_STEP,
-    MAX_TOKENS,
-    Columns,
-    GroupLimits,
-    check_counts,
-    check_envelope,
-    check_lengths,
-    check_logprobs,
-    check_num_rollouts,
-    check_rewards,
-    check_tokens,
-)
 from peralta_zmq.wire.message_fields import check_type
 
-FORMAT = 4  # version of the message format
+FORMAT = 5  # version of the message format
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 FINISH_CODES = bytes(range(len(FINISH_REASONS)))  # the valid bytes of column `finish_reasons`
 INT = np.dtype("<i4")
 # Fields of RolloutGroup in the message: name -> type. A missing one of OPTIONAL is None.
 ENVELOPE = {
-    "run_id": str, "generator_id": str, "incarnation": bytes, "sequence": int, "problem_id": str,
-    "task": str, "policy_step": int, "weights_id": str, "min_sequence": int,
+    "run_id": str, "generator_id": str, "incarnation": bytes, "group_number": int,
+    "min_group_number": int, "problem_id": str, "task": str, "policy_step": int, "weights_id": str,
 }  # fmt: skip
 OPTIONAL = {"sample_index": int, "evaluation_step": int}
+# Tokens of all rollouts together, and of one rollout. The size of a message does not limit them: a
+# prompt that all rollouts share is sent once.
+MAX_TOKENS = 1 << 20
+MAX_COUNT = 1 << 12  # of rollouts, of turns of all rollouts, and of segments
+MAX_VALUES = 1 << 16  # named rewards of all rollouts
+MAX_OTHER_BYTES = 1 << 14  # of a message outside its columns: names, texts and unknown fields
+MAX_STEP = 2**31 - 1
+LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
+MIN_LOGPROB = -1e4  # a sampled token never has less
+UNSIGNED, FLOAT = np.dtype("<u4"), np.dtype("<f4")  # types of token ids and of logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """A receiver's limits of a group; the defaults are those of the message format."""
+
+    vocab_size: int  # every token id must be smaller
+    max_rollouts: int = MAX_COUNT
+    max_tokens: int = MAX_TOKENS  # of a rollout: prompt and completion, all turns
+    max_generated: int = MAX_TOKENS  # tokens of a turn
+    max_turns: int = MAX_COUNT  # of a rollout
+    num_rollouts: Mapping[str, int] | None = None
+    """Of a group for training, by its task; None: up to max_rollouts."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the largest message with a group within the limits."""
+        num_tokens = min(self.max_rollouts * self.max_tokens, MAX_TOKENS)
+        num_turns = min(self.max_rollouts * self.max_turns, MAX_COUNT)
+        # All names of rewards together have at most MAX_TEXT bytes; a name takes 2 bytes or more.
+        num_values = min(self.max_rollouts * message_fields.MAX_TEXT // 2, MAX_VALUES)
+        # 8 bytes each: token with logprob, span, reward of a turn, segment, named reward; 11: the
+        # rest of a rollout.
+        num_numbers = num_tokens + 2 * num_turns + MAX_COUNT + num_values
+        columns = 8 * num_numbers + 11 * self.max_rollouts
+        size = columns + message_fields.MAX_TEXT + MAX_OTHER_BYTES
+        return min(size, message_fields.MAX_MESSAGE)
+
+
+class Columns(NamedTuple):
+    """A group: K rollouts, S turns, G generated tokens, in little-endian buffers.
+
+    Types are u (unsigned integer), i (signed integer) or f (float) with the number of bytes.
+    """
+
+    turns: bytes  # u2 [K], number of turns of each rollout
+    spans: bytes  # u4 [S, 2], number of context tokens and of generated tokens of each turn
+    prompt: bytes  # i4, the prompt that all rollouts share; empty if the prompts differ
+    tokens: bytes  # i4, all other tokens
+    logprobs: bytes  # f4 [G]
+    policy_steps: bytes  # u4 [R, 2], of R segments: policy step minus the group's, tokens
+    rewards: bytes  # f8 [K]
+    reward_names: str  # N names, each ended by NUL
+    reward_values: bytes  # f8 [K, N], NaN = the rollout has no reward of this name
+    finish_reasons: bytes  # u1 [K], index into FINISH_REASONS
+    turn_rewards: bytes  # f8, of each turn with generated tokens; empty if the task gives none
+
+
 REQUIRED = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type
 FORMAT_LIMITS = GroupLimits(vocab_size=2**31)  # of the format; a trainer's own can be lower
 
@@ -68,7 +112,7 @@ def encode_group(group: RolloutGroup, *, max_bytes: int = message_fields.MAX_MES
 
 
 def _encode(group: RolloutGroup, max_bytes: int) -> bytes:
-    """Encode a group; ValueError, OverflowError or struct.error for an invalid group."""
+    """Encode a group. Raises ValueError, OverflowError or struct.error."""
     rollouts = group.rollouts
     if not rollouts:
         raise ValueError("it has no rollouts")
@@ -104,10 +148,9 @@ def _encode(group: RolloutGroup, max_bytes: int) -> bytes:
 
 
 def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], bytes, bytes]:
-    """The values of the columns `turns` and `spans`; logprobs and policy steps as bytes.
+    """The values of the columns `turns` and `spans`.
 
-    `turns` has the number of turns of each rollout, `spans` the lengths of context and generated
-    tokens of each turn. The logprobs (f4) and policy steps (i4) are those of all generated tokens.
+    Also the logprobs (f4) and policy steps (i4) of all generated tokens.
     """
     turns: list[int] = []
     spans: list[int] = []
@@ -133,15 +176,14 @@ def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], by
 
 
 def _find(content: bytes, byte: int, start: int) -> int:
-    """Position of the first such byte from `start` on; the length of the content if none is."""
     position = content.find(byte, start)
     return len(content) if position < 0 else position
 
 
 def _encode_segments(policy_steps: bytes, group_step: int) -> bytes:
-    """The column `policy_steps`: a pair (step - group_step, number of tokens) for each segment.
+    """The column `policy_steps`, from the step (i4) of each generated token.
 
-    `policy_steps` (i4) has the step of each generated token; `group_step` is the lowest of them.
+    `group_step` is the lowest of them.
     """
     length = len(policy_steps) // 4
     if policy_steps == policy_steps[:4] * length:  # the usual case: one segment
@@ -153,7 +195,6 @@ def _encode_segments(policy_steps: bytes, group_step: int) -> bytes:
 
 
 def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
-    """The columns `reward_names` and `reward_values`."""
     names = dict.fromkeys([name for rollout in rollouts for name in rollout.rewards])
     if not names:
         return "", b""
@@ -167,7 +208,6 @@ def _encode_named_rewards(rollouts: Sequence[Rollout]) -> tuple[str, bytes]:
 def _encode_turn_rewards(
     turn_rewards: Sequence[Sequence[float]], turns: Sequence[int], completions: Sequence[int]
 ) -> bytes:
-    """The column `turn_rewards`; the other arguments are as for `_turn_counts`."""
     if not any(turn_rewards):
         return b""
     if [*map(len, turn_rewards)] != (counts := _turn_counts(turns, completions)):
@@ -178,10 +218,9 @@ def _encode_turn_rewards(
 
 
 def _turn_counts(turns: Sequence[int], completions: Sequence[int]) -> list[int]:
-    """Number of turns with generated tokens of each rollout.
+    """Number of turns with generated tokens of each rollout; its last span may be empty.
 
-    `turns` has the number of turns of each rollout, `completions` the lengths of their generated
-    spans; the last span of a rollout may be empty.
+    `turns` has the number of turns of each rollout, `completions` the lengths of generated spans.
     """
     lengths = iter(completions)
     return [sum(length > 0 for length in islice(lengths, count)) for count in turns]
@@ -190,7 +229,6 @@ def _turn_counts(turns: Sequence[int], completions: Sequence[int]) -> list[int]:
 def _check_size(
     message: dict[str, Any], max_bytes: int, *, num_bytes: int, num_tokens: int
 ) -> None:
-    """Raise ValueError if the receiver would refuse the message for its size."""
     if num_bytes > max_bytes or num_tokens > MAX_TOKENS:
         raise ValueError(
             f"{num_bytes} bytes and {num_tokens} tokens exceed the limits of "
@@ -203,10 +241,7 @@ def _check_size(
 
 
 class InvalidGroupError(WireError):
-    """Only the rollouts of a group are invalid.
-
-    `group` is the group without rollouts; the trainer counts it as dropped.
-    """
+    """Only the rollouts are invalid; `group`, without them, is counted as dropped."""
 
     def __init__(self, reason: str, group: RolloutGroup) -> None:
         super().__init__(reason)
@@ -238,7 +273,6 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
 
 
 def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[dict[str, Any], Columns]:
-    """Check types and checksum; returns the fields of RolloutGroup by name and the columns."""
     if (version := check_type(message["format"], int, "format")) != FORMAT:
         raise ValueError(f"format {version} is not {FORMAT}; use one version of the program")
     for name, expected in REQUIRED.items():
@@ -258,7 +292,6 @@ def _unpacker(count: int, letter: str) -> Callable[[bytes], tuple[Any, ...]]:
 
 
 def _decode_rollouts(columns: Columns, policy_step: int, limits: GroupLimits) -> LazyRollouts:
-    """Check the columns; returns the rollouts. `policy_step` is the group's."""
     check_counts(columns, limits)
     turns = _unpacker(len(columns.turns) >> 1, "H")(columns.turns)
     spans = _unpacker(len(columns.spans) >> 2, "I")(columns.spans)
@@ -282,7 +315,6 @@ def _decode_rollouts(columns: Columns, policy_step: int, limits: GroupLimits) ->
 
 
 def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]]:
-    """The named rewards of each of `count` rollouts."""
     if not columns.reward_names and not columns.reward_values:
         return [{} for _ in range(count)]
     *names, rest = columns.reward_names.split("\0")
@@ -300,7 +332,6 @@ def _decode_named_rewards(columns: Columns, count: int) -> list[dict[str, float]
 def _decode_turn_rewards(
     columns: Columns, turns: Sequence[int], completions: Sequence[int]
 ) -> tuple[tuple[float, ...], ...]:
-    """The rewards of the turns of each rollout; the arguments are as for `_turn_counts`."""
     if not columns.turn_rewards:
         return ((),) * len(turns)
     counts = _turn_counts(turns, completions)
@@ -314,7 +345,7 @@ def _decode_turn_rewards(
 class LazyRollouts(Sequence[Rollout]):
     """The rollouts of a received group, built from validated columns on first access.
 
-    The decision to train on a group or to drop it needs only the `summary`, not the rollouts.
+    The decision to train on a group or to drop it needs only the `summary`.
     """
 
     columns: Columns
@@ -336,7 +367,6 @@ class LazyRollouts(Sequence[Rollout]):
 
 
 def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
-    """Build the rollouts, as slices of arrays over all tokens of the group."""
     spans = zip(lazy.spans[::2], lazy.spans[1::2], strict=True)
     flags = b"".join([bytes(context) + b"\1" * generated for context, generated in spans])
     mask = np.frombuffer(flags, np.bool_)  # True on generated tokens
@@ -373,3 +403,131 @@ def _build_rollouts(lazy: LazyRollouts) -> tuple[Rollout, ...]:
         start = end
         start_byte = end_byte
     return tuple(rollouts)
+
+
+# Rules. Each check raises ValueError.
+
+
+def check_envelope(envelope: Mapping[str, Any]) -> None:
+    """Names, steps and group numbers must be valid; `envelope` has fields of RolloutGroup."""
+    message_fields.check_identity(envelope["generator_id"], envelope["incarnation"])
+    group_number = envelope["group_number"]
+    min_group_number = envelope["min_group_number"]
+    if not 0 <= min_group_number <= group_number:
+        raise ValueError(
+            f"min_group_number {min_group_number} is negative or above group_number {group_number}"
+        )
+    if not 0 <= envelope["policy_step"] <= MAX_STEP:
+        raise ValueError("policy step out of bounds")
+    # None: they are not set.
+    sample_index = envelope["sample_index"] or 0
+    evaluation_step = envelope["evaluation_step"] or 0
+    if not (0 <= sample_index <= 2**53 and 0 <= evaluation_step <= MAX_STEP):
+        raise ValueError("sample_index or evaluation_step out of bounds")
+
+
+def check_num_rollouts(task: str, columns: Columns, limits: GroupLimits) -> None:
+    """A group for training must have exactly the configured number of rollouts."""
+    if limits.num_rollouts is None:
+        return
+    if (num_rollouts := limits.num_rollouts.get(task)) is None:
+        raise ValueError(f"unknown environment '{task:.64}' (env.name)")
+    if num_rollouts != len(columns.turns) >> 1:  # 2 bytes for each rollout
+        raise ValueError(
+            f"not {num_rollouts} rollouts (sampling.num_generations or env.num_generations)"
+        )
+
+
+def check_counts(columns: Columns, limits: GroupLimits) -> None:
+    count = len(columns.turns) >> 1  # 2 bytes for each rollout
+    if count > limits.max_rollouts:
+        raise ValueError(
+            f"more than {limits.max_rollouts} rollouts (sampling.num_generations or "
+            "env.num_generations)"
+        )
+    if len(columns.spans) > 8 * MAX_COUNT or len(columns.policy_steps) > 8 * MAX_COUNT:
+        raise ValueError(f"more than {MAX_COUNT} turns or changes of the policy step")
+    if len(columns.reward_values) > 8 * MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} named rewards")
+
+
+def check_lengths(
+    turns: Sequence[int], spans: Sequence[int], columns: Columns, limits: GroupLimits
+) -> None:
+    """Tokens and logprobs must have the lengths in `spans`, within the limits."""
+    contexts = spans[::2]
+    completions = spans[1::2]
+    num_tokens = sum(spans)
+    num_prompt_bytes = len(columns.prompt)
+    # check_tokens reads prompt + tokens as one array: a partial token would shift the ids after it.
+    if num_prompt_bytes % 4:
+        raise ValueError("length of the prompt is not a multiple of 4 bytes")
+    if not turns or not all(turns) or not all(contexts):
+        raise ValueError("a rollout without prompt or completion")
+    if 2 * sum(turns) != len(spans):
+        raise ValueError("number of spans is not twice that of the turns")
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"more than {MAX_TOKENS} tokens")
+    num_token_bytes = num_prompt_bytes * len(turns) + len(columns.tokens)
+    if (num_token_bytes, len(columns.logprobs)) != (4 * num_tokens, 4 * sum(completions)):
+        raise ValueError("tokens, logprobs and spans of unequal length")
+    if (longest := max(completions)) > limits.max_generated:
+        raise ValueError(
+            f"more than {limits.max_generated} generated tokens (sampling.max_completion_length)"
+        )
+    # Usually no condition below holds: each rollout has one turn, and even the longest context with
+    # the longest completion is within the limits.
+    if (
+        len(spans) > 2 * len(turns)
+        or max(contexts) + longest > limits.max_tokens
+        or not all(completions)
+        or 4 * min(contexts) < num_prompt_bytes
+    ):
+        _check_each_rollout(turns, spans, num_prompt_bytes, limits)
+
+
+def _check_each_rollout(
+    turns: Sequence[int], spans: Sequence[int], num_prompt_bytes: int, limits: GroupLimits
+) -> None:
+    start = 0
+    for num_turns in turns:
+        end = start + 2 * num_turns
+        if num_turns > limits.max_turns:
+            raise ValueError(f"a rollout of more than {limits.max_turns} turns")
+        if not any(spans[start + 1 : end : 2]):
+            raise ValueError("a rollout without prompt or completion")
+        length = sum(spans[start:end])
+        if length > limits.max_tokens:
+            raise ValueError(f"more than {limits.max_tokens} tokens (engine.max_model_len)")
+        if 4 * length < num_prompt_bytes:
+            raise ValueError("a prompt that is longer than a rollout")
+        start = end
+
+
+def check_tokens(content: bytes, limits: GroupLimits) -> None:
+    """Token ids must be in [0, vocab_size)."""
+    tokens = np.frombuffer(content, UNSIGNED)  # unsigned: negative ids become large
+    if tokens.item(tokens.argmax()) >= limits.vocab_size:  # argmax takes a third of the time of max
+        raise ValueError("token outside the vocabulary")
+
+
+def check_logprobs(content: bytes) -> None:
+    """Logprobs must be in [MIN_LOGPROB, LOGPROB_SLACK]."""
+    logprobs = np.frombuffer(content, FLOAT)
+    highest = logprobs.item(logprobs.argmax())
+    lowest = logprobs.item(logprobs.argmin())
+    if not (highest < math.inf and lowest > -math.inf):  # argmax and argmin both find a NaN
+        raise ValueError("logprob is not finite")
+    if highest > LOGPROB_SLACK:
+        raise ValueError("logprob above zero")
+    if lowest < MIN_LOGPROB:
+        raise ValueError(f"logprob below {MIN_LOGPROB:g}")
+
+
+def check_rewards(values: Sequence[float]) -> None:
+    """Rewards must be finite, and at most MAX_REWARD in magnitude."""
+    # No value is larger than the norm of all, so one call usually suffices. A NaN fails both tests.
+    if not math.hypot(*values) < MAX_REWARD:
+        for value in values:
+            if not -MAX_REWARD <= value <= MAX_REWARD:
+                raise ValueError(f"reward {value} is not finite, or out of bounds")

@@ -1,9 +1,7 @@
 """Probes: requests by which bin/doctor tests the link to the trainer's machine.
 
-The client is bin/doctor on a generator's machine. The server is the trainer, or bin/doctor on the
-trainer's machine. There are three requests. "info" returns the identity and clock of the server.
-"create_file" creates a file in the weights folder, and the client then checks that the folder on
-its machine has the file, too. "discard" only carries data; the client measures the throughput.
+The server is the trainer, or bin/doctor there. "info" returns its identity and clock; "create_file"
+creates a file in the weights folder, which the client then looks for; "discard" only carries data.
 """
 
 from __future__ import annotations
@@ -21,24 +19,19 @@ import zmq
 
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import Authenticator, GeneratorKeys
-from peralta_zmq.wire.connection import ClientConnection
+from peralta_zmq.wire.connection import ClientConnection, ConnectionTiming
 from peralta_zmq.wire.message_fields import (
     check_worker_info,
     decode_fields,
     encode_fields,
     unpack,
 )
-from peralta_zmq.wire.sockets import open_server, open_socket, ready
+from peralta_zmq.wire.rollout_sockets import open_server, open_socket, ready
 
-# An error is raised if the trainer refuses connections for this long. Short: a person waits.
-PATIENCE_SECONDS = 3.0
 POLL_SECONDS = 0.2  # interval of checks for `close`, a refused connection and the deadline
 CHUNK = 64 << 10  # bytes of the payload of one request in a throughput measurement
-MAX_REQUEST = CHUNK + 1024  # bytes
 NUM_IN_FLIGHT = 8  # unanswered requests in a throughput measurement; 1 would measure latency
-# Queued messages per connection. A REP drops a reply if the queue seems full, and libzmq reports
-# that messages have left a queue only after half of them have left.
-SERVER_HWM = 2 * NUM_IN_FLIGHT
+PROBE_TIMING = ConnectionTiming(patience_seconds=3.0)  # short, because a person waits
 ProbeRequest: TypeAlias = Literal["info", "create_file", "discard"]
 logger = logging.getLogger(__name__)
 
@@ -58,12 +51,10 @@ class ProbeReply:
 
 
 def encode_probe_request(request: ProbeRequest, payload: bytes = b"") -> bytes:
-    """Encode a request; the payload only makes it larger, the server ignores it."""
     return cast(bytes, msgpack.packb({"request": request, "payload": payload}))
 
 
 def decode_probe_request(frame: bytes) -> ProbeRequest:
-    """Decode a request. Raises WireError for an invalid frame or an unknown request."""
     request = unpack(frame).get("request")
     if request not in get_args(ProbeRequest):
         raise WireError(f"malformed request: {request!a:.40}")
@@ -71,25 +62,20 @@ def decode_probe_request(frame: bytes) -> ProbeRequest:
 
 
 def decode_probe_reply(frame: bytes) -> ProbeReply:
-    """Decode a reply from a frame made by `encode_fields`; ignores unknown fields.
 
-    Raises WireError if `run` is missing or a field has a wrong type or is too long.
-    """
-    return decode_fields(frame, ProbeReply, _check)
+    def check(reply: ProbeReply) -> None:
+        check_worker_info(reply.worker_info)
+        if not math.isfinite(reply.time):
+            raise ValueError("time is not finite")
 
-
-def _check(reply: ProbeReply) -> None:
-    """Raise ValueError if a field is invalid."""
-    check_worker_info(reply.worker_info)
-    if not math.isfinite(reply.time):
-        raise ValueError("time is not finite")
+    return decode_fields(frame, ProbeReply, check)
 
 
 class ProbeServer:
     """Answers probes in a thread, also while the trainer computes. Use with `closing`.
 
-    Each answer is `reply` with the fields time, created_file and error filled in. The function
-    `create_file` creates a file in the weights folder and returns its name; it may raise OSError.
+    Each answer is `reply` with time, created_file and error filled in. `create_file` creates a file
+    in the weights folder and returns its name; it may raise OSError.
     """
 
     def __init__(
@@ -103,8 +89,10 @@ class ProbeServer:
         self.reply = reply
         self._create_file = create_file
         self._closed = threading.Event()
-        self._socket, self.address, self._quota = open_server(
-            zmq.REP, address, authenticator, hwm=SERVER_HWM, max_bytes=MAX_REQUEST
+        # A REP drops a reply if the queue seems full, and libzmq reports that messages have left a
+        # queue only after half of them have left: twice as many fit.
+        self.socket, self.address, self._quota = open_server(
+            zmq.REP, address, authenticator, hwm=2 * NUM_IN_FLIGHT, max_bytes=CHUNK + 1024
         )
         self._thread = threading.Thread(target=self._serve, name="probe", daemon=True)
         self._thread.start()
@@ -115,18 +103,17 @@ class ProbeServer:
         self._thread.join(timeout=2.0)  # `create_file` can block on an unresponsive mount
 
     def _serve(self) -> None:
-        """The thread: answer requests until `close`."""
         while not self._closed.is_set():
-            ready(self._socket, zmq.POLLIN, POLL_SECONDS)
+            ready(self.socket, zmq.POLLIN, POLL_SECONDS)
             try:
                 # NOBLOCK: a REP is also ready for a request without delimiter, which it discards.
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 self._quota.on_socket_empty()
                 continue
             self._quota.on_message_read()
-            self._socket.send(self._answer(frames))
-        self._socket.close(linger=0)
+            self.socket.send(self._answer(frames))
+        self.socket.close(linger=0)
 
     def _answer(self, frames: list[bytes]) -> bytes:
         """The encoded reply; empty for an invalid request, as a REP socket must reply."""
@@ -140,7 +127,6 @@ class ProbeServer:
         return encode_fields(reply)
 
     def _new_file(self) -> tuple[str, str]:
-        """Create a file; returns (name, "") or ("", error)."""
         if self._create_file is None:
             return "", "no weights folder to create a file in"
         try:
@@ -152,17 +138,21 @@ class ProbeServer:
 class ProbeClient:
     """Sends requests to a ProbeServer. Use with `closing`."""
 
-    def __init__(self, address: str, *, keys: GeneratorKeys | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: GeneratorKeys | None = None,
+        timing: ConnectionTiming = PROBE_TIMING,
+    ) -> None:
         self._address = address
-        self._socket = open_socket(zmq.DEALER)  # a REQ could have only one request in flight
-        self._connection = ClientConnection(
-            self._socket, address, keys, name="probe", patience=PATIENCE_SECONDS
-        )
+        self.socket = open_socket(zmq.DEALER)  # a REQ could have only one request in flight
+        self._connection = ClientConnection(self.socket, address, keys, name="probe", timing=timing)
 
     def request(self, kind: ProbeRequest, *, timeout: float) -> tuple[ProbeReply, float]:
         """Send a request; returns the reply and the round-trip time in seconds.
 
-        Raises WireError if no reply comes within `timeout` seconds or the connection is refused.
+        Raises WireError.
         """
         started = time.monotonic()
         self._send(encode_probe_request(kind), started + timeout)
@@ -171,8 +161,7 @@ class ProbeClient:
     def measure_throughput(self, *, seconds: float, timeout: float) -> float:
         """Send data for `seconds`; returns bytes per second.
 
-        Raises WireError if the last reply does not come within `timeout` seconds of the start, or
-        the connection is refused.
+        Raises WireError after `timeout` seconds.
         """
         frame = encode_probe_request("discard", bytes(CHUNK))
         started = time.monotonic()
@@ -189,21 +178,22 @@ class ProbeClient:
     def close(self) -> None:
         """Close at once; replies in flight are lost."""
         self._connection.close()
-        self._socket.close(linger=0)
+        self.socket.close(linger=0)
 
     def _send(self, frame: bytes, deadline: float) -> None:
-        """Send a request. Raises WireError at the deadline (monotonic seconds)."""
         self._wait(zmq.POLLOUT, deadline)  # `send` would block after a refusal
-        self._socket.send_multipart([b"", frame])  # REP expects the empty delimiter of a REQ
+        self.socket.send_multipart([b"", frame])  # REP expects the empty delimiter of a REQ
 
     def _receive(self, deadline: float) -> ProbeReply:
-        """Receive a reply. Raises WireError at the deadline (monotonic seconds)."""
         self._wait(zmq.POLLIN, deadline)
-        return decode_probe_reply(self._socket.recv_multipart()[-1])
+        return decode_probe_reply(self.socket.recv_multipart()[-1])
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Wait for POLLIN or POLLOUT. Raises WireError at the deadline, or if refused."""
-        while not ready(self._socket, event, POLL_SECONDS):
+        """Wait for POLLIN or POLLOUT.
+
+        Raises WireError at the deadline (monotonic), or if refused.
+        """
+        while not ready(self.socket, event, POLL_SECONDS):
             self._connection.check()
             if time.monotonic() > deadline:
                 raise WireError(

@@ -1,13 +1,10 @@
 """The trainer's address in a shared folder, for clusters that choose the trainer's machine.
 
 Each start of the trainer adds a file with its address and the id of its run, and removes the older
-files; its end removes the file. A running trainer whose file is missing has been replaced.
-
-A generator reads the newest file at its start, and again while the trainer is silent, because a
-restarted trainer may run on another machine. An address may be old, and its port may belong to
-another trainer by now: refused connections and announcements of another run therefore count as
-silence. Every start writes a file of another name: over NFS, SMB or sshfs a changed file is visible
-late, but a new name in a listing is not.
+files: a running trainer whose file is missing has been replaced. A generator reads the newest file
+at its start, and again while the trainer is silent. The port of an old address may belong to
+another trainer: refused connections and announcements of another run count as silence. Every start
+writes a new name: over NFS, SMB or sshfs a changed file is visible late.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from peralta_zmq.addresses import listen, with_port
 from peralta_zmq.atomic_files import read_chunks, replace_file
 from peralta_zmq.errors import ConfigError, OutageError, WireError, failure_text
 from peralta_zmq.wire.connection import ClientConnection
-from peralta_zmq.wire.sockets import interface_address, next_port
+from peralta_zmq.wire.rollout_sockets import interface_address, next_port
 
 SILENT_SECONDS = 3.0  # without an announcement (one per second) before the folder is read again
 POLL_SECONDS = 1.0  # between two listings of the folder
@@ -39,8 +36,8 @@ logger = logging.getLogger(__name__)
 class AddressFile:
     """The address file of a started trainer. Use with `closing`.
 
-    A later start of the run removes the file. The earlier trainer, if it was suspended meanwhile or
-    could not be reached, then detects with `check` that it must not continue.
+    A later start of the run removes it. The earlier trainer, if it was suspended meanwhile or could
+    not be reached, detects with `check` that it must not continue.
     """
 
     def __init__(self, folder: Path | None, host: str, port: int, run_id: str) -> None:
@@ -51,7 +48,7 @@ class AddressFile:
         self._file: Path | None = None  # None until it is written
 
     def write(self) -> None:
-        """Make this address the newest one in the folder; remove the older ones. Raises OSError."""
+        """Make this address the only one in the folder. Raises OSError."""
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +62,7 @@ class AddressFile:
     def check(self) -> None:
         """Raise WireError if another trainer has removed the file.
 
-        Raises OutageError if the folder cannot be used.
+        OutageError for an unusable folder.
         """
         if self._file is None:
             return
@@ -82,17 +79,13 @@ class AddressFile:
             raise OutageError(f"{self._file} cannot be used: {failure_text(error)}") from error
 
     def close(self) -> None:
-        """Remove the file."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.unlink(missing_ok=True)
 
 
 def read_address(folder: Path) -> tuple[str, str] | None:
-    """The newest address in `folder` and the id of its run.
-
-    None if there is none or the folder cannot be read.
-    """
+    """The newest address in `folder` and the id of its run, if there is one that can be read."""
     try:
         files = _numbered_files(folder)
         newest = files[max(files)]
@@ -109,11 +102,12 @@ def find_trainer(
     *,
     timeout: float | None = None,
     report: Callable[[str], None] = logger.info,
+    poll_seconds: float = POLL_SECONDS,
+    report_seconds: float = REPORT_SECONDS,
 ) -> TrainerAddress:
     """The trainer at `address`; with a folder, at the address that a trainer writes to it.
 
-    Waits for the first address in the folder, and calls `report` every REPORT_SECONDS. Raises
-    WireError after `timeout` seconds.
+    Waits for the first address in the folder. Raises WireError after `timeout` seconds.
     """
     if folder is None:
         return TrainerAddress(address)
@@ -126,25 +120,33 @@ def find_trainer(
                 f"no trainer has written its address to {folder} for {timeout:.0f} s "
                 f"(weights.wait_for_weights_timeout); {_why_unreadable(folder) or remedy}"
             )
-        if now - reported > REPORT_SECONDS:
+        if now - reported > report_seconds:
             reported = now
             remedy = "is the folder shared with the trainer's machine?"
             report(
                 f"waiting for a trainer to write its address to {folder} ({now - started:.0f} s); "
                 f"{_why_unreadable(folder) or remedy}"
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(poll_seconds)
     return TrainerAddress(*newest, folder)
 
 
 class TrainerAddress:
     """The trainer's current address, and the connections of a generator to it."""
 
-    def __init__(self, address: str, run_id: str = "", folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        run_id: str = "",
+        folder: Path | None = None,
+        *,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
         """`folder` has newer addresses; None = neither address nor run are known to change."""
         self.current = address
         self._run_id = run_id
         self._folder = folder
+        self._poll_seconds = poll_seconds
         self._polled_at = time.monotonic()
         self._connections: list[tuple[ClientConnection, int]] = []
 
@@ -154,15 +156,15 @@ class TrainerAddress:
         self._connections.append((connection, port_offset))
 
     def has_run(self, run_id: str) -> bool:
-        """True if an announcement of this run is one of the trainer."""
+        """Whether an announcement of this run is one of the trainer."""
         return self._folder is None or run_id == self._run_id
 
     def poll(self, *, silent_seconds: float) -> None:
-        """Connect to the newest address, if the trainer has been silent; call this often."""
+        """Connect to the newest address if the trainer has been silent; call this often."""
         now = time.monotonic()
         if self._folder is None or silent_seconds < SILENT_SECONDS:
             return
-        if now - self._polled_at < POLL_SECONDS:
+        if now - self._polled_at < self._poll_seconds:
             return
         self._polled_at = now
         newest = read_address(self._folder)
@@ -176,10 +178,7 @@ class TrainerAddress:
 
 
 def first_free_port(host: str, port: int) -> int:
-    """The first of NUM_PORTS consecutive free ports of this machine, at or after `port`.
-
-    `host` is the address to bind. Returns `port` if MAX_TRIES blocks of ports are in use.
-    """
+    """The first of NUM_PORTS free consecutive ports from `port` on; `port` if there are none."""
     for first in range(port, min(port + MAX_TRIES * NUM_PORTS, 65_533), NUM_PORTS):
         if all(_is_free(host, first + offset) for offset in range(NUM_PORTS)):
             return first
@@ -195,7 +194,6 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _numbered_files(folder: Path) -> dict[int, Path]:
-    """Number -> path of the address files. Raises OSError."""
     matches = map(FILE_NAME.fullmatch, (path.name for path in folder.iterdir()))
     return {int(match[1]): folder / match[0] for match in matches if match}
 

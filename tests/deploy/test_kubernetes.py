@@ -21,7 +21,7 @@ import yaml
 from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import read_toml
 from peralta_zmq.observe.prometheus import MEANINGS, exposition
-from peralta_zmq.trainer.generator_registry import LIVE_SECONDS, MAX_STARTS
+from peralta_zmq.trainer.generator_registry import MAX_STARTS, RegistryLimits
 
 REPO = Path(__file__).parents[2]
 EXAMPLE = REPO / "deploy/kubernetes"
@@ -153,7 +153,9 @@ def test_autoscaler_uses_exported_metrics_and_leaves_room_for_an_update() -> Non
     assert update["maxSurge"] == 0
     replaced = ceil(scaler["maxReplicas"] * int(update["maxUnavailable"].rstrip("%")) / 100)
     assert scaler["maxReplicas"] + replaced <= MAX_STARTS
-    assert deployment["minReadySeconds"] > LIVE_SECONDS  # then they are no longer counted
+    assert (
+        deployment["minReadySeconds"] > RegistryLimits().live_seconds
+    )  # then they are no longer counted
     metric = scaler["metrics"][0]["external"]["metric"]["name"]
     rule = adapter_rule()
     assert rule["name"]["as"] == metric

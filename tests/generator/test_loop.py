@@ -27,8 +27,7 @@ from peralta_zmq import models, wire
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import EngineProcessError
-from peralta_zmq.generator import pacing, trainer_connection
-from peralta_zmq.generator.loop import MAX_ENGINE_FAILURES
+from peralta_zmq.generator.generator import MAX_ENGINE_FAILURES
 from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.weight_sync import SettingsChangedError
 from peralta_zmq.learning.admission import Admission
@@ -106,7 +105,7 @@ def test_weights_of_another_run_restart_the_generators_count(scene: Scene) -> No
     replace_run(scene)
     scene.engine.after_apply = lambda: setattr(link, "is_run_complete", True)
     opened.generator.run()
-    assert (link.outbox.next_sequence, len(link.outbox)) == (0, 0)
+    assert (link.outbox.next_group_number, len(link.outbox)) == (0, 0)
     assert link.outbox.sender != sender
     assert opened.weights.version.run_id == "another-run"
 
@@ -215,7 +214,7 @@ def test_generator_continues_after_weights_with_nan_logits(
     assert "engine failed: version=2 dropped=2 reason=the weights of step 2" in caplog.text
     assert len(loop.steps) >= 12 and set(loop.steps) == {1}
     assert scene.store.find(2) is None
-    assert len(groups) == len(loop.steps) // 2 == loop.opened.link.outbox.next_sequence
+    assert len(groups) == len(loop.steps) // 2 == loop.opened.link.outbox.next_group_number
     assert {group.policy_step for group in groups} == {1}
     assert greedy_logprobs(loop.engine) == greedy_logprobs(loop.engine_of(loop.model(1)))
 
@@ -273,7 +272,7 @@ def test_failed_engine_gets_newest_weights_and_resumes_groups(
     assert engine.applied[0] == 1 and engine.applied.count(2) >= 1  # newest of each time
     assert link.num_aborted == num_aborted
     assert (link.num_resumed > 0) == (update == "in_flight")
-    assert [group.sequence for group in groups] == list(range(len(groups)))
+    assert [group.group_number for group in groups] == list(range(len(groups)))
     assert caplog.text.count("reason=the process has ended") == 2
 
 
@@ -322,7 +321,7 @@ def test_groups_in_flight_across_a_roll_back_are_dropped(
             reward, sampling={"num_generations": 3, "max_completion_length": 4},
             train={"batch_size": 126},
         )  # fmt: skip
-    assert [group.sequence for group in groups] == list(range(len(groups)))
+    assert [group.group_number for group in groups] == list(range(len(groups)))
     steps = [(group.policy_step, group.newest_step, group.weights_id) for group in groups]
     rolled_back = loop.opened.weights.version.weights_id
     assert set(steps) == {(8, 8, loop.first.weights_id), (4, 4, rolled_back)}
@@ -492,12 +491,12 @@ def test_interrupted_group_is_dropped_by_a_roll_back_and_the_evaluation_repeated
 
 
 def test_silent_trainer_gets_no_more_groups_than_the_outbox_keeps(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene,
 ) -> None:
     scene.engine = FakeEngine(slots=10_000)
     opened = scene.start(0, train={"batch_size": 32, "max_async_level": 0})
+    opened.link.silence_seconds = 0.0
     sampler, training, _ = opened.sources()
-    monkeypatch.setattr(pacing, "SILENCE_SECONDS", 0.0)
     for _ in range(9):
         opened.link.outbox.add(b"a group")
     training.submit_due(sampler)
@@ -516,13 +515,13 @@ def test_evaluation_without_usable_prompts_does_not_end_the_generator(
     assert "evaluation of step 8 skipped: held-out environment 'calculator': 250 of 250" in (
         caplog.text
     )
-    assert not evaluation.is_running and not evaluation.is_due
+    assert not evaluation.is_running
     evaluation.submit_due(sampler)
     assert not training.is_paused
 
 
 @pytest.mark.parametrize(
-    "change", [{"evaluation_step": -1}, {"evaluation_step": 9}, {"run_id": "another"}]
+    "change", [{"evaluation_step": None}, {"evaluation_step": 9}, {"run_id": "another"}]
 )
 def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
     scene: Scene, change: dict[str, Any]
@@ -543,7 +542,7 @@ def test_evaluation_waits_for_a_full_outbox_and_ends_with_the_trainers(
     sampler.interrupt(training.groups)  # also without the interrupted groups
     evaluation.submit_due(sampler)
     assert sampler.num_in_flight == 14
-    durable = {outbox.sender: 9}
+    durable = {outbox.sender: 10}
     scene.announce(replace(announcement, received=durable, durable=durable))  # room for ten more
     opened.link.exchange()
     evaluation.submit_due(sampler)
@@ -566,7 +565,7 @@ def test_each_live_generator_begins_an_evaluation_with_its_own_share(scene: Scen
     sampler, _, evaluation = opened.sources()
 
     def order(*senders: str) -> list[str]:
-        live = dict.fromkeys(senders, -1)
+        live = dict.fromkeys(senders, 0)
         scene.announce(wire.Announcement("run", evaluation_step=8, received=live))
         evaluation.repeat()
         evaluation.submit_due(sampler)
@@ -603,11 +602,11 @@ def test_group_too_large_to_encode_is_lost_and_skipped(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     connection = scene.start(1).link
-    connection.send(group_of([1, 0], problem_id="x" * 2000, sequence=0))
+    connection.send(group_of([1, 0], problem_id="x" * 2000, group_number=0))
     assert "lost group=ann/" in caplog.text and "problem" in caplog.text
     outbox = connection.outbox
-    assert (len(outbox), outbox.min_sequence) == (0, 1)  # the latter is sent with the next group
-    assert (outbox.next_sequence, outbox.num_lost) == (1, 1)
+    assert len(outbox) == 0 and outbox.min_group_number == 1  # which the next group has
+    assert (outbox.next_group_number, outbox.num_lost) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -615,12 +614,13 @@ def test_group_too_large_to_encode_is_lost_and_skipped(
     [(79, "", False), (79, "run", False), (80, "", True)],  # "run": one announcement had `done`
 )
 def test_silence_after_the_last_step_completes_the_run(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, step: int, done_run_id: str, complete: bool
+    scene: Scene, step: int, done_run_id: str, complete: bool
 ) -> None:
     connection = scene.start(step).link
-    scene.sockets.announcements._done_run_id = done_run_id
+    if done_run_id:
+        scene.sockets.announcements.accept(wire.Announcement(done_run_id, done=True))
     connection.exchange()
     assert not connection.is_run_complete
-    monkeypatch.setattr(trainer_connection, "SILENCE_SECONDS", 0.0)
+    connection.silence_seconds = 0.0
     connection.exchange()
     assert connection.is_run_complete == complete

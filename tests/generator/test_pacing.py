@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from paced_runs import LIMITS, RUNS, STEPS, paced
 
-from peralta_zmq.generator.pacing import SILENCE_SECONDS, STARVED_SECONDS, SamplingPacer
+from peralta_zmq.generator.training_groups import SILENCE_SECONDS, STARVED_SECONDS, SamplingPacer
 from peralta_zmq.wire import Announcement
 
 
@@ -36,7 +36,7 @@ def num_allowed(
 
     `num_starts` is the number of live incarnations of each generator.
     """
-    received = {f"g{n}/{start:016x}": -1 for n in range(num_generators)
+    received = {f"g{n}/{start:016x}": 0 for n in range(num_generators)
                 for start in range(num_starts)}  # fmt: skip
     announcement, count = Announcement("run", received=received, **announced), 0
     while count < 100 and pacer.may_start(

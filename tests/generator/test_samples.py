@@ -1,4 +1,4 @@
-"""The samples of a generator: leased ones, or its static share."""
+"""The samples of a generator: granted ones, or its static share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.generator import samples
 from peralta_zmq.generator.trainer_connection import Sockets
+from peralta_zmq.generator.training_groups import RANGE_TIMEOUT, sample_problems
 from peralta_zmq.rollout import Problem
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.wire import generator_status
 
-LEASING = wire.Announcement("run", grants_leases=True, next_sample_index=100)
+GRANTING = wire.Announcement("run", next_sample_index=100)
 
 
 class Scene:
@@ -37,26 +36,33 @@ class Scene:
         self._opened = generator_of(engine, subscriber, sockets, version, **sections)
         sockets.announcements.latest = None
         self.connection = self._opened.link
+        self.connection.start_run()  # without sample ranges
         self._sockets = sockets
         self._problems = self._sample_problems()
+
+    def set_timeout(self, range_timeout: float) -> None:
+        """Sample with another timeout from now on."""
+        self._problems = self._sample_problems(range_timeout)
 
     def start_run(self) -> None:
         """Begin another run, as the generator does when its weights change to those of one."""
         self.connection.start_run()
         self._problems = self._sample_problems()
 
-    def _sample_problems(self) -> Iterator[Problem | None]:
-        return samples.sample_problems(
-            self._opened.config, self._opened.environments, self.connection.leases,
-            announcement=lambda: self.connection.announcement,
+    def _sample_problems(self, range_timeout: float = RANGE_TIMEOUT) -> Iterator[Problem | None]:
+        return sample_problems(
+            self._opened.config, self._opened.environments, self.connection.ranges,
+            announcement=lambda: self.connection.announcement, range_timeout=range_timeout,
         )  # fmt: skip
 
-    def announce(self, announcement: wire.Announcement, lease: range | None = None) -> None:
-        """Receive an announcement, and a lease if one is given."""
-        if lease is not None:
+    def announce(self, announcement: wire.Announcement, sample_range: range | None = None) -> None:
+        """Receive an announcement, and a sample range if one is given."""
+        if sample_range is not None:
             sender = self.connection.outbox.sender
             announcement = replace(
-                announcement, lease_starts={sender: lease.start}, lease_ends={sender: lease.stop}
+                announcement,
+                range_starts={sender: sample_range.start},
+                range_ends={sender: sample_range.stop},
             )
         self._sockets.announcements.latest = announcement
         self.connection.exchange()
@@ -72,79 +78,71 @@ def scene(store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) ->
     return Scene(store, subscriber, sockets)
 
 
-def test_leased_samples_are_drawn_in_order(scene: Scene) -> None:
-    scene.announce(LEASING)
+def test_granted_samples_are_drawn_in_order(scene: Scene) -> None:
+    scene.announce(GRANTING)
     assert scene.draw(1) == [None]
-    scene.announce(LEASING, range(40, 43))
-    scene.announce(LEASING, range(40, 43))
+    scene.announce(GRANTING, range(40, 43))
+    scene.announce(GRANTING, range(40, 43))
     assert scene.draw(4) == [40, 41, 42, None]
-    scene.announce(LEASING, range(70, 72))
+    scene.announce(GRANTING, range(70, 72))
     assert scene.draw(3) == [70, 71, None]
 
 
-def test_static_share_is_drawn_for_a_trainer_without_leases(scene: Scene) -> None:
-    scene.announce(replace(LEASING, grants_leases=False))
-    assert scene.draw(3) == [100, 103, 106]
-
-
-def test_static_share_replaces_leases_that_a_waiting_trainer_does_not_grant(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_static_share_replaces_ranges_that_a_waiting_trainer_does_not_grant(
+    scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(samples, "LEASE_TIMEOUT", 0.0)
-    waiting = replace(LEASING, waiting=True)
-    assert scene.draw(2) == [None] * 2  # no announcement
-    scene.announce(LEASING)
-    assert scene.draw(2) == [None] * 2  # the trainer computes a step
-    monkeypatch.setattr(samples, "LEASE_TIMEOUT", 30.0)
+    waiting = replace(GRANTING, waiting=True)
     scene.announce(waiting)
     assert scene.draw(2) == [None] * 2 and not caplog.records
-    monkeypatch.setattr(samples, "LEASE_TIMEOUT", 0.0)
+    scene.set_timeout(0.0)
+    scene.announce(GRANTING)
+    assert scene.draw(2) == [None] * 2  # the trainer computes a step
+    scene.announce(waiting)
     assert scene.draw(2) == [100, 103]
-    assert "no sample lease from the trainer; sampling share 1 of 3" in caplog.text
-    monkeypatch.setattr(samples, "LEASE_TIMEOUT", 30.0)
+    assert "no sample range from the trainer; sampling share 1 of 3" in caplog.text
     scene.announce(waiting, range(102, 106))
-    assert scene.draw(3) == [104, 105, None]
+    assert scene.draw(2) == [104, 105]
 
 
 def test_other_training_problems_than_those_of_the_trainer_are_refused(scene: Scene) -> None:
-    scene.announce(replace(LEASING, train_set_digest=b"another!"), range(40, 43))
+    scene.announce(replace(GRANTING, train_set_digest=b"another!"), range(40, 43))
     with pytest.raises(ConfigError, match=r"has other training problems than the trainer; use"):
         scene.draw(1)
 
 
-def test_new_run_drops_the_leases_of_the_previous_one(scene: Scene) -> None:
-    scene.announce(LEASING, range(40, 43))
+def test_new_run_drops_the_ranges_of_the_previous_one(scene: Scene) -> None:
+    scene.announce(GRANTING, range(40, 43))
     assert scene.draw(1) == [40]
     scene.start_run()
     assert scene.draw(1) == [None]
-    scene.announce(LEASING, range(3, 5))
+    scene.announce(GRANTING, range(3, 5))
     assert scene.draw(3) == [3, 4, None]
 
 
-def test_status_asks_at_once_when_the_newest_lease_begins(
+def test_status_asks_at_once_when_the_newest_range_begins(
     store: WeightStore,
     subscriber: WeightSubscriber,
     sockets: Sockets,
     stack: ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generator_status, "STATUS_SECONDS", 1000.0)
     trainer = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id="run")))
-    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(trainer.address)))
+    sender = wire.GeneratorStatusSender(trainer.address, status_seconds=1000.0)
+    statuses = stack.enter_context(closing(sender))
     scene = Scene(store, subscriber, replace(sockets, statuses=statuses))
     received: list[tuple[bool, int]] = []
 
-    def has_received(needs_lease: bool, next_sample_index: int) -> bool:
+    def has_received(needs_range: bool, next_sample_index: int) -> bool:
         scene.connection.exchange()
         for status in trainer.receive(timeout=0.05).values():
-            received.append((status.needs_lease, status.next_sample_index))
-        return (needs_lease, next_sample_index) in received
+            received.append((status.needs_range, status.next_sample_index))
+        return (needs_range, next_sample_index) in received
 
     eventually(lambda: has_received(True, 0))
-    scene.announce(LEASING, range(2))
+    scene.announce(GRANTING, range(2))
     eventually(lambda: has_received(True, 2))
-    scene.announce(LEASING, range(5, 7))
-    scene.draw(2)  # the first lease ends: the second one begins
+    scene.announce(GRANTING, range(5, 7))
+    scene.draw(2)  # the first range ends: the second one begins
     eventually(lambda: has_received(True, 7))
     scene.draw(1)
-    assert not has_received(True, 8) and len(received) <= 4  # once for each lease, and at first
+    assert not has_received(True, 8)
+    assert len(received) <= 4  # once for each range, and at first

@@ -7,7 +7,7 @@ from config_files import load
 
 from peralta_zmq.config import Config
 from peralta_zmq.errors import OutOfMemoryError
-from peralta_zmq.generator import start
+from peralta_zmq.generator import generator
 
 
 class Attempts:
@@ -15,7 +15,7 @@ class Attempts:
 
     def __init__(self, fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.slots, self._fitting = list[int](), fitting
-        monkeypatch.setattr(start, "run_once", self._run_once)
+        monkeypatch.setattr(generator, "run_once", self._run_once)
 
     def _run_once(self, config: Config) -> None:
         self.slots.append(config.engine.slots)
@@ -27,7 +27,7 @@ def test_generator_without_memory_continues_with_half_the_slots(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts = Attempts(8, monkeypatch)
-    start.run(load("--model.device=cpu", "--engine.slots=24"))
+    generator.run(load("--model.device=cpu", "--engine.slots=24"))
     assert attempts.slots == [24, 12, 6]
     assert [each.message.rpartition("; ")[2] for each in caplog.records] == [
         "continuing with engine.slots=12",
@@ -39,5 +39,5 @@ def test_generator_without_memory_continues_with_half_the_slots(
 def test_generator_without_memory_for_one_slot_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = Attempts(0, monkeypatch)
     with pytest.raises(OutOfMemoryError):
-        start.run(load("--model.device=cpu", "--engine.slots=2"))
+        generator.run(load("--model.device=cpu", "--engine.slots=2"))
     assert attempts.slots == [2, 1]

@@ -10,13 +10,12 @@ import pytest
 from bad_network import BitFlip, Proxy
 from generators import FakeEngine, apply_until, generator_of, publish
 from sample_data import VOCAB_SIZE, group_of
-from sockets import ANYWHERE, DEADLINE, eventually
+from sockets import ANYWHERE, DEADLINE, eventually, unused_address
 
 from peralta_zmq import wire
 from peralta_zmq.generator.trainer_connection import Sockets, Throughput, TrainerConnection
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.wire import connection
 
 RUN = "run"  # of the fixtures' weight store
 
@@ -44,7 +43,7 @@ class Trainer:
     def receive(self) -> None:
         """Receive a group if one has arrived, and announce."""
         if message := self.receiver.receive(timeout=0.05):
-            self.received[message[0].sender] = message[0].sequence
+            self.received[message[0].sender] = message[0].group_number + 1
         announcement = wire.Announcement(
             RUN, received=self.received, waiting=True, max_group_bytes=self._limits.max_bytes
         )
@@ -56,13 +55,12 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
     subscriber: WeightSubscriber,
     sockets: Sockets,
     stack: ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The trainer's libzmq waits for a megabyte that never comes, and announcements arrive."""
-    monkeypatch.setattr(connection, "SILENT_SECONDS", 0.5)
     trainer = Trainer(stack)
     proxy = stack.enter_context(Proxy(trainer.receiver.address))
-    rollouts = wire.RolloutSender(proxy.address)
+    timing = wire.ConnectionTiming(silent_seconds=0.5)
+    rollouts = wire.RolloutSender(proxy.address, timing=timing)
     stack.callback(rollouts.close, linger_seconds=0)
     announcements = wire.AnnouncementSubscriber(trainer.publisher.address)
     stack.enter_context(closing(announcements))
@@ -71,16 +69,17 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
     eventually(lambda: trainer.receive() or opened.exchange(timeout=0.05) or opened.announcement)
 
     group = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
-    frame = wire.encode_group(replace(group, sequence=0))
+    frame = wire.encode_group(replace(group, group_number=0))
     proxy.damage = flip = BitFlip(frame[:3], -3, bit=4)  # the length before the frame: + 1 MiB
-    for sequence in range(2):
-        opened.send(replace(group, sequence=sequence))
+    for number in range(2):
+        opened.send(replace(group, group_number=number))
+    opened.exchange()
     assert flip.done.wait(DEADLINE)
 
     def is_delivered() -> bool:
         trainer.receive()
         opened.exchange(timeout=0.05)
-        return trainer.received.get(group.sender) == 1
+        return trainer.received.get(group.sender) == 2
 
     eventually(is_delivered)
     assert rollouts.connection.num_reconnects >= 1  # more on a slow machine
@@ -99,18 +98,49 @@ def test_groups_too_large_for_the_trainer_do_not_block_others(
     opened = connection_of(sockets, store, subscriber)
     small = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
     large = replace(small, rollouts=group_of([1.0, 0.0], lengths=[10_000] * 2).rollouts)
-    opened.send(replace(large, sequence=0))  # before the first announcement: closes the connection
-    opened.send(replace(small, sequence=1))
+    # Sent before the first announcement, which closes the connection.
+    opened.send(replace(large, group_number=0))
+    opened.send(replace(small, group_number=1))
 
     def is_delivered() -> bool:
         trainer.receive()
         opened.exchange(timeout=0.05)
-        return trainer.received.get(small.sender) == 1
+        return trainer.received.get(small.sender) == 2
 
     eventually(is_delivered)
-    opened.send(replace(large, sequence=2))
-    assert opened.outbox.num_lost == 2 and opened.outbox.next_sequence == 3
+    opened.send(replace(large, group_number=2))
+    assert opened.outbox.num_lost == 2 and opened.outbox.next_group_number == 3
     assert not trainer.receiver.refused
+
+
+def test_full_send_queue_blocks_nothing_and_keeps_the_order(
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+) -> None:
+    limits = wire.GroupLimits(VOCAB_SIZE)
+    address = unused_address()  # the trainer does not read yet
+    rollouts = wire.RolloutSender(address)
+    stack.callback(rollouts.close, linger_seconds=0)
+    opened = connection_of(replace(sockets, rollouts=rollouts), store, subscriber)
+    group = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
+    started = time.monotonic()
+    for number in range(5):
+        opened.send(replace(group, group_number=number))
+        opened.exchange(is_idle=True)
+    assert time.monotonic() - started < 2 and len(opened.outbox) == 5
+    assert opened.throughput.queue_seconds > 0
+    receiver = stack.enter_context(
+        closing(wire.RolloutReceiver(address, run_id=RUN, limits=limits))
+    )
+    received: list[int] = []
+
+    def all_received() -> bool:
+        opened.exchange()
+        if message := receiver.receive(timeout=0.05):
+            received.append(message[0].group_number)
+        return len(received) == 5
+
+    eventually(all_received)
+    assert received == [*range(5)] and opened.outbox.num_resent == 0
 
 
 def test_announced_lack_of_statuses_opens_the_status_connection_again(

@@ -199,5 +199,5 @@ def test_killed_worker_of_a_reply_drops_only_its_group(game: Game, tmp_path: Pat
     groups = game.run("hangs_once", num_unscored=1)
     killer.join()
     assert game.generator.link.num_unscored == 1
-    assert [group.sequence for group in groups] == list(range(max(3, len(groups))))
+    assert [group.group_number for group in groups] == list(range(max(3, len(groups))))
     assert all(len(group.rollouts) == 2 for group in groups)

@@ -160,7 +160,7 @@ def publishing(first_step: int) -> None:
     folder = disk("big") / "weights"
     publisher = Worker()
     send_event(event="verified", **publisher.call("verify", folder=str(folder), size=256 * KIB))
-    # The last publisher's lease may still look valid.
+    # The last publisher's lock may still look valid.
     _retry_for_a_minute(publisher, "claim", folder=str(folder))
     for step in range(first_step, first_step + 100_000):
         done = publisher.call("publish", folder=str(folder), step=step, size=256 * KIB)

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.pruning import Pruner, Retention
+from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import Base, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber

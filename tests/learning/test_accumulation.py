@@ -26,12 +26,12 @@ from peralta_zmq.rollout import Rollout, RolloutGroup
 
 # Of one step. The third has no signal, and the fifth is too long for one sample.
 GROUPS = [
-    siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1, sequence=0),
-    siblings([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=6, sequence=1),
-    siblings([1, 1], lengths=[8, 8], seed=3, sequence=2),
-    siblings([1, 0], lengths=[2, 2], seed=4, num_prompt=2, sequence=3),
-    siblings([1, 0, 1, 0], lengths=[9, 8, 7, 6], seed=5, sequence=4),
-    siblings([0, 1], lengths=[12, 5], seed=6, sequence=5),
+    siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1, group_number=0),
+    siblings([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=6, group_number=1),
+    siblings([1, 1], lengths=[8, 8], seed=3, group_number=2),
+    siblings([1, 0], lengths=[2, 2], seed=4, num_prompt=2, group_number=3),
+    siblings([1, 0, 1, 0], lengths=[9, 8, 7, 6], seed=5, group_number=4),
+    siblings([0, 1], lengths=[12, 5], seed=6, group_number=5),
 ]
 MAX_TOKENS = 28
 
@@ -52,9 +52,16 @@ class Counting:
         return self._loss(tokens)
 
 
+def add(learner: Learner, groups: Sequence[RolloutGroup]) -> None:
+    """Add groups, and compute the micro-batches that they fill."""
+    learner.add(groups)
+    while learner.compute():
+        pass
+
+
 def add_one_by_one(learner: Learner, groups: Sequence[RolloutGroup]) -> None:
     for group in groups:
-        learner.add([group])
+        add(learner, [group])
 
 
 def has_gradient(model: Any) -> bool:
@@ -102,7 +109,7 @@ def test_gradient_and_metrics_equal_those_of_the_whole_step(name: str) -> None:
             options["demonstrations"] = demonstrations_of(model, compute_logprobs=scorer)
         options["divisor"] = divisor if is_early else None
         learner = learner_of(model, loss=counting, **options)
-        learner.add(GROUPS)
+        add(learner, GROUPS)
         assert counting.num_calls >= 3 if is_early else counting.num_calls == 0
         results.append(learner.finish_step())
         gradients.append(gradient_of(learner))
@@ -118,6 +125,7 @@ def test_bits_do_not_depend_on_the_times_at_which_groups_arrive(sizes: Sequence[
     learner, remaining = learner_of(ours), iter(GROUPS)
     for size in sizes:
         learner.add([*islice(remaining, size)])
+        learner.compute()  # at most one micro-batch; the others wait
         assert learner.step == 0
     result = learner.finish_step()
     expected = learner_of(theirs).learn(GROUPS)
@@ -143,7 +151,7 @@ def test_overlapped_time_ends_when_the_last_group_is_there() -> None:
     for sizes, is_overlapped in ([6], False), ([5, 1], True):
         learner, remaining = learner_of(tiny_model()), iter(GROUPS)
         for size in sizes:
-            learner.add([*islice(remaining, size)])
+            add(learner, [*islice(remaining, size)])
         metrics = learner.finish_step().metrics
         assert (metrics["time/overlapped"] > 0) == is_overlapped
         assert metrics["time/overlapped"] < metrics["time/forward_backward"]
@@ -162,7 +170,7 @@ def test_group_excluded_early_is_excluded_as_in_the_whole_step(name: str) -> Non
     for is_early in (False, True):
         model = tiny_model().double()
         learner = learner_of(model, loss=loss, divisor=divisor if is_early else None)
-        learner.add(groups[:3])
+        add(learner, groups[:3])
         assert has_gradient(model) == is_early
         learner.add(groups[3:])
         results.append(learner.finish_step())

@@ -44,41 +44,41 @@ def test_admission_settles_group_with_its_outcome(
 
 def test_admission_after_the_last_step_accepts_only_evaluations() -> None:
     admission = Admission(8, is_over=True)
-    assert admission.admit(group_of([1, 0], sequence=0), step=5) == "abandoned"
-    evaluated = group_of([1, 0], sequence=1, policy_step=4, evaluation_step=4)
+    assert admission.admit(group_of([1, 0], group_number=0), step=5) == "abandoned"
+    evaluated = group_of([1, 0], group_number=1, policy_step=4, evaluation_step=4)
     assert admission.admit(evaluated, step=5) == "evaluated"
 
 
 @pytest.mark.parametrize(("step", "outcome"), [(1, "trained"), (10, "stale")])
 def test_admission_drops_and_counts_duplicate(step: int, outcome: str) -> None:
-    admission, group = Admission(8), group_of([1, 0], sequence=3)
+    admission, group = Admission(8), group_of([1, 0], group_number=3)
     assert [admission.admit(group, step=step) for _ in range(2)] == [outcome, "duplicate"]
     assert (admission.duplicates, admission.ledger.outcomes) == (1, {outcome: 1})
 
 
 @pytest.mark.parametrize(
-    "field", [{"sequence": 2}, {"incarnation": b"second!!"}, {"generator_id": "bob"}], ids=repr
+    "field", [{"group_number": 2}, {"incarnation": b"second!!"}, {"generator_id": "bob"}], ids=repr
 )
-def test_admission_accepts_lower_sequence_that_is_new(field: dict[str, Any]) -> None:
+def test_admission_accepts_lower_group_number_that_is_new(field: dict[str, Any]) -> None:
     admission = Admission(8)
-    admission.admit(group_of([1, 0], sequence=3), step=1)
+    admission.admit(group_of([1, 0], group_number=3), step=1)
     assert admission.admit(group_of([1, 0], **field), step=1) == "trained"
 
 
 def test_ledger_restored_from_json_detects_duplicates() -> None:
     before = Admission(8)
-    before.admit(group_of([1, 0], sequence=3), step=1)
+    before.admit(group_of([1, 0], group_number=3), step=1)
     saved = json.loads(json.dumps(before.ledger.saved()))
     after = Admission(8, ledger=Ledger(saved))
-    assert after.admit(group_of([1, 0], sequence=3), step=1) == "duplicate"
-    assert after.admit(group_of([1, 0], sequence=0), step=1) == "trained"
+    assert after.admit(group_of([1, 0], group_number=3), step=1) == "duplicate"
+    assert after.admit(group_of([1, 0], group_number=0), step=1) == "trained"
 
 
 def test_ledger_gap_holds_settled_until_filled() -> None:
     ledger = Ledger()
     marks = []
-    for sequence in (0, 2, 3, 1):
-        ledger.settle("a", sequence, "trained")
+    for group_number in (0, 2, 3, 1):
+        ledger.settle("a", group_number, "trained")
         marks.append((ledger.settled("a"), ledger.highest("a")))
     assert marks == [(0, 0), (0, 2), (0, 3), (3, 3)]
 
@@ -87,10 +87,10 @@ def test_ledger_of_unknown_sender_is_empty() -> None:
     assert (Ledger().settled("a"), Ledger().highest("a")) == (-1, -1)
 
 
-def test_ledger_memory_is_bounded_for_jumping_sequences() -> None:
+def test_ledger_memory_is_bounded_for_jumping_group_numbers() -> None:
     ledger = Ledger()
-    for sequence in range(0, 40_000, 2):
-        assert ledger.settle("a", sequence, "trained")
+    for group_number in range(0, 40_000, 2):
+        assert ledger.settle("a", group_number, "trained")
     assert len(json.dumps(ledger.saved())) < 10_000
     assert not ledger.settle("a", 39_998, "trained")
 
@@ -105,17 +105,17 @@ def test_admission_rejects_group_with_one_abandoned_token() -> None:
         assert Admission(8).admit(copy, step=6) == "trained"
 
 
-def test_sequence_far_above_all_others_is_not_plausible() -> None:
+def test_group_number_far_above_all_others_is_not_plausible() -> None:
     ledger, limit = Ledger(), admission_module.MAX_JUMP
     assert ledger.is_plausible("a", limit - 1) and not ledger.is_plausible("a", limit)
     ledger.settle("a", 5, "trained")
     assert ledger.is_plausible("a", limit + 5) and not ledger.is_plausible("a", limit + 6)
 
 
-def test_ledger_counts_groups_missing_below_min_sequence_as_lost() -> None:
+def test_ledger_counts_groups_missing_below_min_group_number_as_lost() -> None:
     ledger = Ledger()
-    for sequence, min_sequence in ((0, 0), (3, 0), (6, 5)):  # 1, 2 and 4 never came
-        ledger.settle("a", sequence, "trained", min_sequence=min_sequence)
+    for group_number, min_group_number in ((0, 0), (3, 0), (6, 5)):  # 1, 2 and 4 never came
+        ledger.settle("a", group_number, "trained", min_group_number=min_group_number)
     assert ledger.outcomes == {"trained": 3, "lost": 3}
     assert (ledger.settled("a"), ledger.highest("a")) == (4, 6)
     assert not ledger.settle("a", 2, "trained")
@@ -126,19 +126,19 @@ def test_ledger_counts_groups_missing_below_min_sequence_as_lost() -> None:
 )
 def test_ledger_outcomes_sum_to_settled_groups(messages: list[tuple[str, int, int]]) -> None:
     ledger = Ledger()
-    for sender, sequence, below in messages:
-        ledger.settle(sender, sequence, "trained", min_sequence=min(below, sequence))
+    for sender, group_number, below in messages:
+        ledger.settle(sender, group_number, "trained", min_group_number=min(below, group_number))
         ledger = Ledger(json.loads(json.dumps(ledger.saved())))
         assert ledger.total == sum(ledger.outcomes.values())
 
 
 def test_ledger_copy_is_independent() -> None:
     ledger = Ledger()
-    for sender, sequence in (("a", 0), ("a", 2), ("b", 3)):
-        ledger.settle(sender, sequence, "trained")
+    for sender, group_number in (("a", 0), ("a", 2), ("b", 3)):
+        ledger.settle(sender, group_number, "trained")
     copied, saved = ledger.copy(), ledger.saved()
-    for sender, sequence in (("a", 1), ("b", 5), ("c", 0)):
-        ledger.settle(sender, sequence, "stale")
+    for sender, group_number in (("a", 1), ("b", 5), ("c", 0)):
+        ledger.settle(sender, group_number, "stale")
     assert copied.saved() == saved != ledger.saved()
 
 
@@ -154,7 +154,7 @@ def least_seconds(call: Callable[[], object]) -> float:
 
 def test_ledger_time_per_group_does_not_grow_with_gaps() -> None:
     def settle_100(ledger: Ledger) -> None:
-        for _ in range(100):  # sequence 0 stays missing
+        for _ in range(100):  # group_number 0 stays missing
             ledger.settle("a", max(2, ledger.highest("a") + 1), "stale")
 
     few, many = (

@@ -19,7 +19,7 @@ from peralta_zmq.learning.packing import Packing, make_micro_batches
 from peralta_zmq.learning.unusable_groups import MISMATCH, NOT_FINITE, mismatched_groups
 from peralta_zmq.learning.update import UpdateResult
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire.group_rules import MAX_TOKENS
+from peralta_zmq.wire.messages import MAX_TOKENS
 
 LENGTHS = ([4, 1, 7, 2], [3, 9, 5, 1], [2, 2, 3, 6])  # generated tokens of the rollouts
 ABSURD = -9000.0  # logprob beyond any policy
@@ -35,7 +35,7 @@ def model() -> Iterator[Any]:
 def groups_of(logprob: float | None = None) -> list[RolloutGroup]:
     """Three groups; one rollout of the group BAD has this logprob at every token."""
     groups = [
-        siblings([1, 0, 0, 1], lengths=lengths, seed=seed, sequence=seed)
+        siblings([1, 0, 0, 1], lengths=lengths, seed=seed, group_number=seed)
         for seed, lengths in enumerate(LENGTHS)
     ]
     if logprob is not None:

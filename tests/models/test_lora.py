@@ -44,7 +44,7 @@ from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
 from peralta_zmq.trainer import policy
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.version import Version

@@ -28,8 +28,8 @@ def written(folder: Path, event: str) -> list[Row]:
     return [row for row in read_rows(folder / EVENTS) if row["event"] == event]
 
 
-def drop(events: EventLog, name: str, sequence: int, *, outcome: str = "stale") -> bool:
-    return events.append("drop", sender=f"{name}/00ff", sequence=sequence, outcome=outcome)
+def drop(events: EventLog, name: str, group_number: int, *, outcome: str = "stale") -> bool:
+    return events.append("drop", sender=f"{name}/00ff", group_number=group_number, outcome=outcome)
 
 
 def test_repeated_drop_is_one_line_a_minute_with_a_count(
@@ -47,7 +47,9 @@ def test_repeated_drop_is_one_line_a_minute_with_a_count(
         assert not drop(events, "ann", 1001)
         assert list(events.newest) == read_rows(tmp_path / EVENTS)
     of_ann = [row for row in written(tmp_path, "drop") if row["outcome"] == "stale"]
-    of_ann = [(row["sequence"], row.get("count")) for row in of_ann if row["sender"] == "ann/00ff"]
+    of_ann = [
+        (row["group_number"], row.get("count")) for row in of_ann if row["sender"] == "ann/00ff"
+    ]
     assert of_ann == [(0, None), (999, 999), (1000, 1), (1001, 1)]
 
 

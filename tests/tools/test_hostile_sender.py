@@ -35,8 +35,8 @@ def sent(attack: str, folder: Path, receiver: wire.RolloutReceiver) -> RolloutGr
     """The group of this attack as the receiver returns it, after the valid one before it."""
     assert HostileSender(folder, receiver.address, seed=7).send(attack)
     known, group = received(receiver), received(receiver)
-    assert known.rollouts and known.policy_step > 7 and known.sequence == 0
-    assert group.policy_step == 7 and group.sequence == 1
+    assert known.rollouts and known.policy_step > 7 and known.group_number == 0
+    assert group.policy_step == 7 and group.group_number == 1
     assert known.sender == group.sender and known.generator_id == hostile_sender.NAME
     logs = read_logs([folder / "logs" / "generator-hostile.log"])
     outcomes = {key: group.expected for key, group in logs.hostile.items()}
@@ -75,7 +75,7 @@ def test_poisoned_group_is_within_all_limits_and_of_published_weights(
     before = time.time()
     assert HostileSender(folder, receiver.address, seed=7).send(attack)
     group = received(receiver)
-    assert (group.policy_step, group.weights_id, group.sequence) == (7, "w7", 0)
+    assert (group.policy_step, group.weights_id, group.group_number) == (7, "w7", 0)
     assert group.has_signal and not receiver.refused
     reported = np.concatenate([rollout.logprobs[rollout.loss_mask] for rollout in group.rollouts])
     for logprob in (0.0, -2.0, -50.0):  # of the policy

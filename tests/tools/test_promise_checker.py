@@ -46,7 +46,7 @@ LOG = [
 class RecordedRun:
     """The files of a run. A test changes a field, then calls `check`."""
 
-    # step -> (incarnation, sequence, policy_step); a text instead: the reason of the drop
+    # step -> (incarnation, group_number, policy_step); a text instead: the reason of the drop
     journal: dict[int, list[tuple[str, int, int | str]]] = field(default_factory=lambda: {
         1: [("aa", 0, 0), ("aa", 1, 0)],
         2: [("aa", 2, 0), ("bb", 1, 1)],
@@ -94,10 +94,10 @@ class RecordedRun:
         assert [result.promise for result in checks] == ["P1", "P2", "P3", "P4", "P5", "P6"]
         return {result.promise: result.broken for result in checks if result.broken}
 
-    def change_outcome(self, sequence: int, outcome: str) -> None:
+    def change_outcome(self, group_number: int, outcome: str) -> None:
         """Record another outcome for a group of `bb` that was trained in step 3."""
-        index = self.journal[3].index(("bb", sequence, 1))
-        self.journal[3][index] = ("bb", sequence, outcome)
+        index = self.journal[3].index(("bb", group_number, 1))
+        self.journal[3][index] = ("bb", group_number, outcome)
         self.accounting["trained"] -= 1
         self.accounting[outcome] = self.accounting.get(outcome, 0) + 1
 
@@ -112,21 +112,21 @@ def write_journal(file: Path, groups: list[tuple[str, int, int | str]]) -> None:
 
 def record_of(
     incarnation: str,
-    sequence: int,
+    group_number: int,
     policy_step: int | str,
     *,
     rewards: tuple[float, ...] = (0.0, 1.0),
 ) -> bytes:
     if isinstance(policy_step, str):
-        note = {"sender": f"ann/{INCARNATIONS[incarnation].hex()}", "sequence": sequence,
-                "outcome": policy_step, "min_sequence": sequence}  # fmt: skip
+        note = {"sender": f"ann/{INCARNATIONS[incarnation].hex()}", "group_number": group_number,
+                "outcome": policy_step, "min_group_number": group_number}  # fmt: skip
         kind, content = 2, json.dumps(note).encode()
     else:
         group = group_of(
             rewards,
             incarnation=INCARNATIONS[incarnation],
-            sequence=sequence,
-            min_sequence=sequence,
+            group_number=group_number,
+            min_group_number=group_number,
             policy_step=policy_step,
         )
         kind, content = 1, wire.encode_group(group)
@@ -228,7 +228,7 @@ def test_p3_reports_missing_group_of_a_generator_alive_at_the_end(
     run.journal[3][1] = ("bb", 3, 2)
     assert run.check(tmp_path / "late") == lost
     history = read_history(tmp_path / "late")
-    undelivered = [record._replace(min_sequence=0) for record in history.journal]
+    undelivered = [record._replace(min_group_number=0) for record in history.journal]
     is_killed = not end or "threads" in end[0]  # with all groups that were not durable
     checked = promise_checker.unaccounted_groups(replace(history, journal=undelivered))
     assert checked.broken == (() if is_killed else lost["P3"])
@@ -253,14 +253,16 @@ def test_p3_reports_group_given_up_by_its_sender(tmp_path: Path) -> None:
 # Hostile groups are refused or excluded from the loss.
 
 
-def hostile_line(sequence: int, expected: str, *, sent_at: float = 1.0) -> str:
-    return f"hostile group={HOSTILE}/{sequence} time={sent_at} expected={expected} attack=some kind"
+def hostile_line(number: int, expected: str, *, sent_at: float = 1.0) -> str:
+    return f"hostile group={HOSTILE}/{number} time={sent_at} expected={expected} attack=some kind"
 
 
 def test_excluded_and_refused_hostile_groups_break_no_promise(tmp_path: Path) -> None:
     run = RecordedRun()
     outcomes = ("abandoned", "invalid", "excluded", "excluded", "invalid")  # the last never arrives
-    run.log += [hostile_line(sequence, outcome) for sequence, outcome in enumerate(outcomes)]
+    run.log += [
+        hostile_line(group_number, outcome) for group_number, outcome in enumerate(outcomes)
+    ]
     run.journal[2] += [("ee", 0, "abandoned"), ("ee", 1, "invalid"), ("ee", 2, 1)]
     run.journal[3].append(("ee", 3, "stale"))
     exclusion: Row = {"event": "exclude", "step": 2, "groups": {f"{HOSTILE}/2": "mismatch"}}

@@ -14,7 +14,7 @@ from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import BEGUN, GROUP, read_records
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 
 STEPS, GROUPS_PER_STEP = 2, 2
 # A group of four rollouts needs at least two micro-batches.

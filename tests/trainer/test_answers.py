@@ -16,7 +16,7 @@ from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.errors import TaskError
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Answer, Completion, Message, Problem, Score
-from peralta_zmq.trainer.answers import Answering
+from peralta_zmq.trainer.evaluation import Answering
 
 PROBLEMS = [
     Problem(str(number), "calculator", (Message("user", f"{number} plus 2"),), str(number + 2))

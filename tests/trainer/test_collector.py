@@ -28,10 +28,9 @@ from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import collector as collectors
 from peralta_zmq.trainer import journal as journals
-from peralta_zmq.trainer.collector import COMMIT_GROUPS, COMMIT_SECONDS, BatchCollector
-from peralta_zmq.trainer.generator_registry import GeneratorRegistry
+from peralta_zmq.trainer.collector import BatchCollector, CollectorLimits
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry, RegistryLimits
 from peralta_zmq.trainer.journal import DroppedGroup, Journal
 from peralta_zmq.trainer.recovery import load_journaled_batch
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session, StopSignal
@@ -65,7 +64,7 @@ class CountingJournal(Journal):
 class SlowReceiver:
     """Yields a group only to a call with a long timeout; `now` is the simulated time."""
 
-    GAP = COMMIT_SECONDS / 5  # seconds between two groups
+    GAP = CollectorLimits().commit_seconds / 5  # seconds between two groups
     address = ANYWHERE
 
     def __init__(self, num: int) -> None:
@@ -74,8 +73,8 @@ class SlowReceiver:
         self.refused: dict[str, int] = {}
         self.send(*range(num))
 
-    def send(self, *sequences: int) -> None:
-        self._groups += [group_of([1.0, 0.0], sequence=sequence) for sequence in sequences]
+    def send(self, *numbers: int) -> None:
+        self._groups += [group_of([1.0, 0.0], group_number=number) for number in numbers]
 
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
         self.now += min(timeout, self.GAP)
@@ -176,12 +175,12 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
     late, near = sender_to(proxy.address, stack), sender_to(scene.address, stack)
 
     def collected(step: int, meanwhile: Callable[[], None] = lambda: None) -> set[tuple[str, int]]:
-        return {(each.generator_id, each.sequence) for each in scene.collect(step, meanwhile)}
+        return {(each.generator_id, each.group_number) for each in scene.collect(step, meanwhile)}
 
     def send(to: wire.RolloutSender, name: str, numbers: range, policy_step: int) -> None:
         for number in numbers:
             group = group_of(
-                [1.0, 0.0], generator_id=name, sequence=number, policy_step=policy_step
+                [1.0, 0.0], generator_id=name, group_number=number, policy_step=policy_step
             )
             assert to.send(wire.encode_group(group), timeout=DEADLINE)
 
@@ -203,7 +202,7 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
     assert scene.collector.admission.ledger.outcomes == {"trained": 12, "stale": 4}
     stack.close()  # writes the count of the events without a line
     dropped = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
-    assert [(row["sequence"], row.get("count")) for row in dropped] == [(8, None), (11, 3)]
+    assert [(row["group_number"], row.get("count")) for row in dropped] == [(8, None), (11, 3)]
     assert {(row["outcome"], row["staleness"]) for row in dropped} == {("stale", bound + 1)}
 
 
@@ -213,13 +212,13 @@ def test_flood_of_dropped_groups_leaves_only_their_numbers_on_disk(
 ) -> None:
     scene = opened(stack, tmp_path, groups=1)
     ignored: list[RolloutGroup] = []
-    scene.collector._evaluations = cast(Any, SimpleNamespace(receive=ignored.append))
+    scene.collector.evaluations = cast(Any, SimpleNamespace(receive=ignored.append))
     group = group_of([1.0, 0.0], problem_id="x" * 1024, task="y" * 1024)
     if outcome == "invalid":
         group = dataclasses.replace(group, rollouts=())
     if outcome == "evaluated":
         group = dataclasses.replace(group, evaluation_step=1)
-    groups = [dataclasses.replace(group, sequence=number) for number in range(500)]
+    groups = [dataclasses.replace(group, group_number=number) for number in range(500)]
     scene.generators.add_group(group.sender, step=100)
     for each in groups:
         assert scene.collector.add(each, b"", step=100) == outcome
@@ -234,21 +233,20 @@ def test_flood_of_dropped_groups_leaves_only_their_numbers_on_disk(
     assert again.collector.add(groups[7], b"", step=100) == "duplicate"
 
 
-def test_journal_of_a_step_has_a_limit_of_dropped_groups(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collectors, "MAX_DROPPED", 3)
+def test_journal_of_a_step_has_a_limit_of_dropped_groups(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=1)
+    scene.collector.limits = CollectorLimits(max_dropped=3)
     for number in range(5):
-        assert scene.collector.add(group_of([1.0, 0.0], sequence=number), b"", step=100) == "stale"
+        group = group_of([1.0, 0.0], group_number=number)
+        assert scene.collector.add(group, b"", step=100) == "stale"
     scene.collector.commit()
     assert len(scene.collector.journal.read(100)) == 3
     again = opened(stack, tmp_path, groups=1).collector
     load_journaled_batch(again, 100, wire.GroupLimits(64))
-    again.add(group_of([1.0, 0.0], sequence=5, min_sequence=5), b"", step=100)
+    again.add(group_of([1.0, 0.0], group_number=5, min_group_number=5), b"", step=100)
     assert again.admission.ledger.outcomes == {"stale": 4, "lost": 2}
     scene.collector.take_batch()  # the next step has a journal file of its own
-    scene.collector.add(group_of([1.0, 0.0], sequence=5), b"", step=101)
+    scene.collector.add(group_of([1.0, 0.0], group_number=5), b"", step=101)
     scene.collector.commit()
     assert len(scene.collector.journal.read(101)) == 1
 
@@ -258,12 +256,12 @@ def test_filtered_group_is_journaled_with_its_known_problem(
 ) -> None:
     settings = ("--curriculum.online-difficulty-filtering",)
     scene = opened(stack, tmp_path, groups=1, settings=settings)
-    for sequence, problem_id in enumerate(["x" * 1024, "math_1k/7"]):
-        group = group_of([1.0, 1.0], problem_id=problem_id, sequence=sequence)
+    for group_number, problem_id in enumerate(["x" * 1024, "math_1k/7"]):
+        group = group_of([1.0, 1.0], problem_id=problem_id, group_number=group_number)
         assert scene.collector.add(group, b"", step=1) == "filtered"
     scene.collector.commit()
     dropped = [DroppedGroup.decode(record.content) for record in scene.collector.journal.read(1)]
-    read = [(each.sequence, each.problem_id, each.mean_reward) for each in dropped]
+    read = [(each.group_number, each.problem_id, each.mean_reward) for each in dropped]
     assert read == [(0, "", 0.0), (1, "math_1k/7", 1.0)]
 
 
@@ -278,11 +276,9 @@ def test_pools_without_a_normal_problem_are_refilled_with_an_event(
     assert [row["problems"] for row in rows] == [1]
 
 
-def test_senders_without_a_status_are_announced(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "SILENT_SECONDS", 0.0)
+def test_senders_without_a_status_are_announced(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=1)
+    scene.generators.limits = RegistryLimits(silent_seconds=0.0)
     group = group_of([1.0, 0.0])
     assert sender_to(scene.address, stack).send(wire.encode_group(group), timeout=DEADLINE)
     scene.collect()
@@ -297,7 +293,7 @@ def test_suppliers_have_groups_in_the_newest_steps(stack: ExitStack, tmp_path: P
         """As announced when a step begins with a group of this generator."""
         for generator_id, policy_step in ((name, step - 1), ("stale", 0)):
             group = group_of(
-                [1.0, 0.0], generator_id=generator_id, sequence=step, policy_step=policy_step
+                [1.0, 0.0], generator_id=generator_id, group_number=step, policy_step=policy_step
             )
             collector.add(group, wire.encode_group(group), step=step)
         collector.commit()
@@ -317,102 +313,118 @@ def test_suppliers_have_groups_in_the_newest_steps(stack: ExitStack, tmp_path: P
 def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=3)
     sender = sender_to(scene.address, stack)
-    for sequence, index in enumerate([5, 2**53, 9]):
-        group = dataclasses.replace(group_of([1.0, 0.0], sequence=sequence), sample_index=index)
+    for group_number, index in enumerate([5, 2**53, 9]):
+        group = dataclasses.replace(
+            group_of([1.0, 0.0], group_number=group_number), sample_index=index
+        )
         assert sender.send(wire.encode_group(group), timeout=DEADLINE)
     scene.collect()
-    assert scene.collector.curriculum.leases.next_index == 10
+    assert scene.collector.curriculum.ranges.next_index == 10
 
 
-# Sample leases.
+# Sample ranges.
 
-ANN = wire.GeneratorStatus(RUN, "ann", b"bootboot", needs_lease=True)
+ANN = wire.GeneratorStatus(RUN, "ann", b"bootboot", needs_range=True)
 BOB = dataclasses.replace(ANN, generator_id="bob")
 
 
-def lease_of(
+def range_of(
     scene: Opened, stack: ExitStack, status: wire.GeneratorStatus, step: int = 1
 ) -> range | None:
-    """The lease that is announced after this status arrived; None without one."""
+    """The sample range that is announced after this status arrived; None without one."""
     sender = stack.enter_context(closing(wire.GeneratorStatusSender(scene.status_address)))
 
     def arrived() -> bool:
         sender.send(status)  # again and again: it is dropped until the connection stands
-        scene.collector.lease_samples(step)
+        scene.collector.grant_ranges(step)
         return any(sender.status == status for sender in scene.generators.live())
 
     eventually(arrived)
     scene.collector.acknowledgements.publish(0, started_step=0)
     newest = scene.published[-1]
-    if status.sender not in newest.lease_starts:
+    if status.sender not in newest.range_starts:
         return None
-    return range(newest.lease_starts[status.sender], newest.lease_ends[status.sender])
+    return range(newest.range_starts[status.sender], newest.range_ends[status.sender])
 
 
-def leased(folder: Path, step: int) -> list[int]:
-    """The first sample index that is not leased, in each record of the journal."""
+def granted_ends(folder: Path, step: int) -> list[int]:
+    """The first sample index that is not granted, in each record of the journal."""
     records, _ = journals.read_records(folder / "journal", step)
     return [journals.decode_number(record.content) for record in records]
 
 
-def test_restarted_trainer_leases_no_sample_again(stack: ExitStack, tmp_path: Path) -> None:
+def test_restarted_trainer_grants_no_sample_again(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=1)
-    assert lease_of(scene, stack, ANN) == range(16)
+    assert range_of(scene, stack, ANN) == range(16)
     repeated = dataclasses.replace(ANN, resent=1)
-    assert lease_of(scene, stack, repeated) == range(16)  # the announcement was lost
+    assert range_of(scene, stack, repeated) == range(16)  # the announcement was lost
     confirmed = dataclasses.replace(ANN, next_sample_index=16)
-    assert lease_of(scene, stack, confirmed) == range(16, 32)
-    assert leased(tmp_path, 1) == [16, 32]
-    satisfied = dataclasses.replace(ANN, next_sample_index=32, needs_lease=False)
-    assert lease_of(scene, stack, satisfied) is None
-    assert lease_of(scene, stack, BOB) == range(32, 48)
+    assert range_of(scene, stack, confirmed) == range(16, 32)
+    assert granted_ends(tmp_path, 1) == [16, 32]
+    satisfied = dataclasses.replace(ANN, next_sample_index=32, needs_range=False)
+    assert range_of(scene, stack, satisfied) is None
+    assert range_of(scene, stack, BOB) == range(32, 48)
 
     again = opened(stack, tmp_path, groups=1)
     assert not load_journaled_batch(again.collector, 1, wire.GroupLimits(64))
-    assert lease_of(again, stack, BOB, step=2) == range(48, 64)
-    assert leased(tmp_path, 2) == [64]
+    assert range_of(again, stack, BOB, step=2) == range(48, 64)
+    assert granted_ends(tmp_path, 2) == [64]
 
 
-def test_lease_that_cannot_be_journaled_is_not_announced(stack: ExitStack, tmp_path: Path) -> None:
+def test_ranges_are_granted_between_two_micro_batches(stack: ExitStack, tmp_path: Path) -> None:
+    scene = opened(stack, tmp_path, groups=2)
+    sender = stack.enter_context(closing(wire.GeneratorStatusSender(scene.status_address)))
+
+    def is_announced() -> bool:
+        sender.send(ANN)
+        scene.collector.serve(1)
+        return bool(scene.published and scene.published[-1].range_starts)
+
+    eventually(is_announced)
+    assert not scene.published[-1].waiting
+    assert granted_ends(tmp_path, 1) == [16]
+
+
+def test_range_that_cannot_be_journaled_is_not_announced(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=1)
     shutil.rmtree(tmp_path / "journal")
     scene.session.stop.requested = True
     with pytest.raises(OutageError, match="cannot write"):
-        lease_of(scene, stack, ANN)
+        range_of(scene, stack, ANN)
     assert scene.published == []
 
 
-def test_lease_is_the_share_of_a_generator_until_the_next_step(
+def test_range_is_the_share_of_a_generator_until_the_next_step(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     scene = opened(stack, tmp_path, groups=60, settings=["--train.max-async-level=2"])
-    assert lease_of(scene, stack, ANN) == range(3 * 60)
+    assert range_of(scene, stack, ANN) == range(3 * 60)
     for name in ("ann", "bob", "cid"):  # they supply the steps
         group = group_of([1.0, 0.0], generator_id=name)
         scene.collector.add(group, wire.encode_group(group), step=1)
     scene.collector.commit()
     scene.collector.take_batch()
     confirmed = dataclasses.replace(ANN, next_sample_index=180)
-    assert lease_of(scene, stack, confirmed, step=2) == range(180, 180 + 3 * 20)
+    assert range_of(scene, stack, confirmed, step=2) == range(180, 180 + 3 * 20)
 
 
-def test_lease_is_longer_while_problems_are_excluded(stack: ExitStack, tmp_path: Path) -> None:
+def test_range_is_longer_while_problems_are_excluded(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=1)
     pools = scene.collector.curriculum.pools = DifficultyPools(
         "abcdefgh", easy_threshold=0.5, hard_threshold=None
     )
     for problem_id in "bcdefgh":
         pools.update(problem_id, 1.0)
-    assert lease_of(scene, stack, ANN) == range(8 * 16)
+    assert range_of(scene, stack, ANN) == range(8 * 16)
 
 
-def test_sequence_jump_is_an_invalid_message(stack: ExitStack, tmp_path: Path) -> None:
+def test_group_number_jump_is_an_invalid_message(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=2)
     sender, far = sender_to(scene.address, stack), 2**63
-    for sequence, min_sequence in ((0, 0), (far, far), (far - 1, 0), (1, 1)):
-        group = group_of([1.0, 0.0], sequence=sequence, min_sequence=min_sequence)
+    for group_number, min_group_number in ((0, 0), (far, far), (far - 1, 0), (1, 1)):
+        group = group_of([1.0, 0.0], group_number=group_number, min_group_number=min_group_number)
         assert sender.send(wire.encode_group(group), timeout=DEADLINE)
-    assert [group.sequence for group in scene.collect()] == [0, 1]
+    assert [group.group_number for group in scene.collect()] == [0, 1]
     metrics, accounting = scene.collector.metrics(), scene.collector.accounting()
     assert (metrics["dropped/lost"], metrics["dropped/invalid"]) == (0, 2)
     assert (accounting["made"], accounting["in_flight"]) == (2, 0)
@@ -433,14 +445,14 @@ def test_invalid_groups_of_unknown_senders_are_only_counted(
         for number in range(num):
             incarnation = number.to_bytes(8, "big")
             send(dataclasses.replace(invalid, generator_id="bob", incarnation=incarnation))
-        send(group_of([1.0, 0.0], sequence=0))
-        send(dataclasses.replace(invalid, sequence=1))  # of a known sender: it is settled
-        send(group_of([1.0, 0.0], sequence=2))
+        send(group_of([1.0, 0.0], group_number=0))
+        send(dataclasses.replace(invalid, group_number=1))  # of a known sender: it is settled
+        send(group_of([1.0, 0.0], group_number=2))
 
     thread = threading.Thread(target=flood)
     thread.start()
     stack.callback(thread.join)
-    assert [group.sequence for group in scene.collect()] == [0, 2]
+    assert [group.group_number for group in scene.collect()] == [0, 2]
     ledger = scene.collector.admission.ledger
     assert ledger.outcomes == {"trained": 2, "invalid": 1}
     assert list(ledger.settled_by_sender) == [invalid.sender]
@@ -477,13 +489,13 @@ def test_all_groups_are_acknowledged_when_the_queue_is_empty(
 
     def until_durable() -> None:
         durable = scene.published[-1].durable.values() if scene.published else ()
-        is_durable = list(durable) == [0] * NUM_SENDERS
+        is_durable = list(durable) == [1] * NUM_SENDERS
         scene.session.stop.requested = is_durable or monotonic() > deadline
 
     scene.collect(meanwhile=until_durable)
     newest = scene.published[-1]
     assert newest.waiting
-    assert list(newest.received.values()) == list(newest.durable.values()) == [0] * NUM_SENDERS
+    assert list(newest.received.values()) == list(newest.durable.values()) == [1] * NUM_SENDERS
 
 
 def test_groups_are_yielded_when_no_further_group_waits(stack: ExitStack, tmp_path: Path) -> None:
@@ -493,7 +505,7 @@ def test_groups_are_yielded_when_no_further_group_waits(stack: ExitStack, tmp_pa
     def yielded(step: int) -> list[list[int]]:
         lists = [*scene.collector.groups(step, UPDATE)]
         scene.collector.commit()
-        return [[group.sequence for group in groups] for groups in lists]
+        return [[group.group_number for group in groups] for groups in lists]
 
     assert yielded(1) == [[0], [1]]
     receiver.GAP = 0.0  # all groups of the next step are there
@@ -533,7 +545,8 @@ def test_warning_without_rollouts_counts_no_seconds_of_computing(
 def test_commits_of_single_groups_are_batched_and_end_before_the_step(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num = COMMIT_GROUPS - 1  # COMMIT_GROUPS are reason enough for a commit
+    limits = CollectorLimits()
+    num = limits.commit_groups - 1  # commit_groups are reason enough for a commit
     receiver = SlowReceiver(num)
     monkeypatch.setattr(journals.time, "monotonic", lambda: receiver.now)
     scene = opened(stack, tmp_path, groups=num, receiver=receiver)
@@ -542,14 +555,14 @@ def test_commits_of_single_groups_are_batched_and_end_before_the_step(
     started = receiver.now
     groups = scene.collect(meanwhile=lambda: waited.append(journal.waited))
     seconds = receiver.now - started
-    assert len(groups) == num and seconds > 3 * COMMIT_SECONDS
-    assert 3 <= journal.num_commits <= seconds / COMMIT_SECONDS + 1
-    assert max(waited) < COMMIT_SECONDS + 2 * SlowReceiver.GAP
+    assert len(groups) == num and seconds > 3 * limits.commit_seconds
+    assert 3 <= journal.num_commits <= seconds / limits.commit_seconds + 1
+    assert max(waited) < limits.commit_seconds + 2 * SlowReceiver.GAP
     kinds = [record.kind for record in journal.read(1)]
     assert journal.num_waiting == 0 and kinds == [journals.GROUP] * num + [journals.BEGUN]
-    assert list(scene.published[-1].durable.values()) < [num - 1]  # announced before the commit
+    assert list(scene.published[-1].durable.values()) < [num]  # announced before the commit
     scene.collector.acknowledgements.publish(1, started_step=1)
-    assert list(scene.published[-1].durable.values()) == [num - 1]
+    assert list(scene.published[-1].durable.values()) == [num]
 
 
 def test_commit_is_immediate_when_the_queue_is_empty(
@@ -561,11 +574,11 @@ def test_commit_is_immediate_when_the_queue_is_empty(
     started = receiver.now
 
     def until_durable() -> None:
-        durable = bool(scene.published) and list(scene.published[-1].durable.values()) == [0]
+        durable = bool(scene.published) and list(scene.published[-1].durable.values()) == [1]
         scene.session.stop.requested = durable or receiver.now > started + 1
 
     scene.collect(meanwhile=until_durable)
-    assert receiver.now < started + COMMIT_SECONDS
+    assert receiver.now < started + CollectorLimits().commit_seconds
     assert scene.collector.journal.num_waiting == 0
 
 
@@ -585,21 +598,21 @@ def test_commit_follows_the_end_of_an_outage_within_10_seconds(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = opened(stack, tmp_path, groups=1)
-    collector, write = scene.collector, scene.collector.journal._write
+    collector, sync = scene.collector, os.fsync
     now, outage_end = 0.0, 0.0
     waited: list[float] = []  # simulated seconds from the end of an outage to the commit
 
-    def write_or_fail(content: bytes) -> None:
+    def sync_or_fail(descriptor: int) -> None:
         if now < outage_end:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(content)
+        sync(descriptor)
 
     def pause(stop: StopSignal, seconds: float) -> None:
         nonlocal now
         now += seconds
         assert not scene.published[-1].waiting, "groups are not read: their senders must wait"
 
-    monkeypatch.setattr(collector.journal, "_write", write_or_fail)
+    monkeypatch.setattr(os, "fsync", sync_or_fail)
     monkeypatch.setattr(StopSignal, "pause", pause)
     for step in range(1, 100):
         now, outage_end = 0.0, 3.0 * step
@@ -618,10 +631,10 @@ def test_batch_in_tokens_is_full_at_the_first_group_above_the_size(
     sender = sender_to(scene.address, stack)
     # With 3 prompt tokens per rollout: 11, 23 and 9 tokens; 46; 40.
     for number, lengths in enumerate([[4, 1], [9, 8], [2, 1], [20, 20], [17, 17]]):
-        frame = wire.encode_group(group_of([1.0, 0.0], sequence=number, lengths=lengths))
+        frame = wire.encode_group(group_of([1.0, 0.0], group_number=number, lengths=lengths))
         assert sender.send(frame, timeout=DEADLINE)
     for step, expected in ((1, [0, 1, 2]), (2, [3]), (3, [4])):
-        assert [group.sequence for group in scene.collect(step)] == expected
+        assert [group.group_number for group in scene.collect(step)] == expected
         assert not scene.collector.is_full
     again = opened(stack, tmp_path, groups=100, settings=tokens)
     for step, expected in ((1, 3), (2, 1), (3, 1)):
@@ -634,7 +647,7 @@ def test_journaled_groups_above_the_limits_are_dropped(stack: ExitStack, tmp_pat
     scene = opened(stack, tmp_path, groups=2)
     sender, long = sender_to(scene.address, stack), {1: [30, 30], 4: [30, 30]}
     for number in range(6):
-        group = group_of([1.0, 0.0], sequence=number, lengths=long.get(number, [2, 2]))
+        group = group_of([1.0, 0.0], group_number=number, lengths=long.get(number, [2, 2]))
         assert sender.send(wire.encode_group(group), timeout=DEADLINE)
     for step in (1, 2, 3):
         scene.collect(step)
@@ -642,8 +655,8 @@ def test_journaled_groups_above_the_limits_are_dropped(stack: ExitStack, tmp_pat
     batches = list[list[int]]()
     for step in (1, 2):  # of step 1, one group is left; a later step shows that it was complete
         assert load_journaled_batch(again.collector, step, limits)
-        batches.append([group.sequence for group in again.collector.take_batch()])
+        batches.append([group.group_number for group in again.collector.take_batch()])
     assert batches == [[0], [2, 3]]
     assert not load_journaled_batch(again.collector, 3, limits)  # continues with new groups
-    assert [group.sequence for group in again.collector.batch] == [5]
+    assert [group.group_number for group in again.collector.batch] == [5]
     assert again.collector.admission.ledger.outcomes == {"trained": 4, "invalid": 2}

@@ -17,7 +17,7 @@ from peralta_zmq.config import load_config
 from peralta_zmq.config.training_sections import EarlyStopSection
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
-from peralta_zmq.trainer import loop
+from peralta_zmq.trainer import trainer
 from peralta_zmq.trainer.early_stop import EarlyStop
 from peralta_zmq.trainer.session import known_run_id
 from tools.link_proxy import free_ports
@@ -61,7 +61,7 @@ def session(folder: Path, *more: str) -> str:
                 ended.wait(0.01)
             for number in range(16):
                 frame = wire.encode_group(
-                    group_of([1, 0, 0, 0], run_id=run_id, sequence=number, seed=number)
+                    group_of([1, 0, 0, 0], run_id=run_id, group_number=number, seed=number)
                 )
                 sender.send(frame, timeout=5)
             ended.wait(60)
@@ -69,7 +69,7 @@ def session(folder: Path, *more: str) -> str:
     thread = threading.Thread(target=send)
     thread.start()
     try:
-        loop.run(config)
+        trainer.run(config)
     except TrainingError as error:
         return str(error)
     finally:

@@ -15,24 +15,17 @@ from peralta_zmq import wire
 from peralta_zmq.environments.curriculum import is_in_bitmap
 from peralta_zmq.observe.metrics import ANSWERS, EVALUATIONS, EVENTS, read_rows
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import generator_registry
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS = ("--eval.num-examples=6", "--eval.eval-base-model", "--engine.slots=2")
-
-
-@pytest.fixture(autouse=True)
-def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator of these tests never sends a final status, so the wait for it times out."""
-    monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 0.1)
 
 
 def answers_for(trainer: Trainer, ids: list[str], *, first: int = 0) -> list[RolloutGroup]:
     """Groups of a generator that answer the held-out problems with these ids."""
     step = trainer.step
     return [
-        group_of([0.5], lengths=[2], seed=number, sequence=first + number, problem_id=id,
+        group_of([0.5], lengths=[2], seed=number, group_number=first + number, problem_id=id,
                  policy_step=step, evaluation_step=step, run_id=trainer.session.run_id)
         for number, id in enumerate(ids)
     ]  # fmt: skip
@@ -56,7 +49,7 @@ def test_base_model_is_evaluated_by_a_generator(continued: Continued, stack: Exi
     assert rewards_of(trainer).count(0.5) >= 4  # the trainer has sampled the last two meanwhile
     (row,) = read_rows(trainer.session.folder / EVALUATIONS)
     assert (row["step"], row["num_examples"], row["policy_steps"]) == (0, 6, [0, 0])
-    assert trainer.session.announcer.announcement.evaluation_step == -1
+    assert trainer.session.announcer.announcement.evaluation_step is None
 
 
 def test_generator_that_leaves_does_not_delay_the_evaluation(
@@ -65,14 +58,15 @@ def test_generator_that_leaves_does_not_delay_the_evaluation(
     trainer = continued.open(stack, *SETTINGS, max_steps=2)
     trainer.recover()
     ids = held_out_ids(trainer)
-    announced: list[tuple[int, bool]] = []
+    announced: list[tuple[int | None, bool]] = []
 
     def answer_one() -> None:
         announcement = trainer.session.announcer.announcement
         announced.append((announcement.evaluation_step, is_in_bitmap(announcement.answered, 0)))
         trainer.evaluations.receive(answers_for(trainer, ids[:1])[0])  # and then nothing
 
-    assert trainer.evaluations.evaluate(0, meanwhile=answer_one)
+    for _ in trainer.evaluations.evaluate(0):
+        answer_one()
     rewards = rewards_of(trainer)
     assert len(rewards) == 6 and rewards[0] == 0.5 and 0.5 not in rewards[1:]
     assert announced[0] == (0, False) and announced[-1] == (0, True)
@@ -84,7 +78,9 @@ def test_training_groups_wait_while_the_base_model_is_evaluated(
     trainer = continued.open(stack, *SETTINGS, max_steps=2)
     trainer.recover()
     for number in range(5):  # a step has two
-        group = group_of([1, 0, 0, 0], sequence=number, seed=number, run_id=trainer.session.run_id)
+        group = group_of(
+            [1, 0, 0, 0], group_number=number, seed=number, run_id=trainer.session.run_id
+        )
         continued.send(group)
     trainer.evaluate_base()
     assert len(rewards_of(trainer)) == 6

@@ -20,7 +20,7 @@ from peralta_zmq.learning.master_weights import join_masters
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 
 FORK = ("--run.fork=demo", "--run.name=second")
 OTHER = ("--train.learning-rate=0.001", "--loss.name=grpo", "--sampling.temperature=0.8")
@@ -203,7 +203,7 @@ def test_fork_refuses_what_it_cannot_continue_in_one_line(continued: Continued) 
 
 def recover_fork(folder: Path, options: Sequence[str], plan: str) -> None:
     """Start a fork that the failpoints of `plan` may kill; runs in a child process."""
-    atomic_files._failpoints = atomic_files.parse_failpoints(plan)
+    atomic_files.failpoints = atomic_files.parse_failpoints(plan)
     with ExitStack() as stack:
         Continued(folder).open(stack, *options, max_steps=4).recover()
 

@@ -23,10 +23,13 @@ from peralta_zmq.observe.event_log import LIMITS
 from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer import generator_registry
-from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mismatches
+from peralta_zmq.trainer.generator_registry import (
+    GeneratorRegistry,
+    RegistryLimits,
+    report_mismatches,
+)
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session, StopSignal
-from peralta_zmq.wire import generator_status
-from peralta_zmq.wire.sockets import ready
+from peralta_zmq.wire.rollout_sockets import ready
 
 pytestmark = pytest.mark.timeout(20)
 STATUS = wire.GeneratorStatus(
@@ -111,9 +114,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_statuses_of_invented_names_do_not_displace_live_senders(
-    registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registry: GeneratorRegistry, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
+    registry.limits = RegistryLimits(max_live=3)
     known, *_ = live(registry)
     for number in range(10):
         registry.add_status(status_of(f"stranger-{number}/{'0' * 16}"), step=1)
@@ -122,10 +125,8 @@ def test_statuses_of_invented_names_do_not_displace_live_senders(
     assert joins == ["ann", "stranger-0", "stranger-1"]
 
 
-def test_first_group_replaces_an_invented_sender_at_the_limit(
-    registry: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
+def test_first_group_replaces_an_invented_sender_at_the_limit(registry: GeneratorRegistry) -> None:
+    registry.limits = RegistryLimits(max_live=3)
     ann, *_ = live(registry)
     registry.add_group(ann, step=1)
     first, second = (f"stranger-{number}/{'0' * 16}" for number in range(2))
@@ -143,9 +144,7 @@ def test_first_group_replaces_an_invented_sender_at_the_limit(
     assert {*live(registry)} == {ann, carl, dan}
 
 
-def test_starts_of_one_name_are_bounded(
-    registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_of_one_name_are_bounded(registry: GeneratorRegistry, tmp_path: Path) -> None:
     ann, *_ = live(registry)
     for number in range(1000):
         registry.add_group(f"bob/{number:016x}", step=1)
@@ -155,7 +154,7 @@ def test_starts_of_one_name_are_bounded(
     assert len(rows) <= 1 + LIMITS["join"] + LIMITS["leave"]
     assert not registry.add_status(status_of(f"bob/{1000:016x}"), step=1)
     registry.receive_status(step=1)
-    monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.0)
+    registry.limits = RegistryLimits(live_seconds=0.0)
     assert live(registry) == []
     assert registry.add_status(status_of(f"bob/{1000:016x}"), step=1)  # the others have left
 
@@ -229,7 +228,7 @@ def test_early_keyframe_request_is_kept(empty: GeneratorRegistry, clock: list[fl
         empty.add_status(status, step=1)
         assert empty.take_keyframe_request() == (name == "ann")  # the first one at once
         clock[0] += 1.0
-    clock[0] += generator_registry.KEYFRAME_SECONDS - 2.5
+    clock[0] += RegistryLimits().keyframe_seconds - 2.5
     assert not empty.keyframe_due and not empty.take_keyframe_request()
     clock[0] += 0.5
     assert empty.keyframe_due and empty.take_keyframe_request()
@@ -259,10 +258,8 @@ def test_statuses_of_unregistered_starts_are_not_kept(
     assert registry.num_outstanding(Ledger()) == 0  # 2**63 groups are not plausible
 
 
-def test_final_statuses_of_invented_starts_are_bounded(
-    registry: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generator_registry, "MAX_FINAL_STATUSES", 3)
+def test_final_statuses_of_invented_starts_are_bounded(registry: GeneratorRegistry) -> None:
+    registry.limits = RegistryLimits(max_final_statuses=3)
     for number in range(10):
         registry.add_status(status_of(f"bob/{number:016x}", made=1, last=True), step=1)
     assert list(registry.num_made) == [f"bob/{number:016x}" for number in range(3)]
@@ -281,10 +278,8 @@ def test_metrics_have_the_statistics_and_the_newest_step(
     }  # fmt: skip
 
 
-def test_metrics_are_bounded_and_prefer_senders_of_groups(
-    empty: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generator_registry, "MAX_IN_METRICS", 2)
+def test_metrics_are_bounded_and_prefer_senders_of_groups(empty: GeneratorRegistry) -> None:
+    empty.limits = RegistryLimits(max_in_metrics=2)
     for name in ("ann", "bob", "carl"):
         status = replace(STATUS, generator_id=name)
         empty.add_status(status, step=1)
@@ -299,9 +294,9 @@ def has_left(registry: GeneratorRegistry, sender: str) -> bool:
 
 
 def test_silent_sender_leaves_once_after_the_trainer_received(
-    registry: GeneratorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registry: GeneratorRegistry, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.2)
+    registry.limits = RegistryLimits(live_seconds=0.2)
     time.sleep(0.2)
     (ann,) = live(registry)  # nothing was received meanwhile: no silence of the sender
     eventually(lambda: has_left(registry, ann))
@@ -316,17 +311,16 @@ def test_sender_with_an_unread_status_has_not_left(
     registry: GeneratorRegistry,
     receiver: wire.GeneratorStatusReceiver,
     sender: wire.GeneratorStatusSender,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ann, *_ = live(registry)
 
     def queued() -> bool:
         sender.send(replace(STATUS, generator_id="bob"))
-        return ready(receiver._socket, zmq.POLLIN, 0.05)
+        return ready(receiver.socket, zmq.POLLIN, 0.05)
 
     eventually(queued)
-    monkeypatch.setattr(generator_status, "MAX_AT_ONCE", 1)  # part of the queue stays
-    monkeypatch.setattr(generator_registry, "LIVE_SECONDS", 0.2)
+    receiver.max_at_once = 1  # part of the queue stays
+    registry.limits = RegistryLimits(live_seconds=0.2)
     time.sleep(0.2)
     registry.receive_status(step=2)
     assert ann in live(registry)
@@ -337,22 +331,21 @@ def test_final_statuses_are_awaited_until_the_timeout(
     empty: GeneratorRegistry,
     receiver: wire.GeneratorStatusReceiver,
     sender: wire.GeneratorStatusSender,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     empty.add_group(f"ann/{INCARNATION.hex()}", step=1)
 
     def queued() -> bool:
         sender.send(replace(STATUS, made=6))
-        return bool(receiver._socket.poll(10))
+        return bool(receiver.socket.poll(10))
 
     eventually(queued)  # a status from before the end: not the final one
-    monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 15.0)
+    empty.limits = RegistryLimits(final_status_seconds=15.0)
     late = threading.Timer(0.3, sender.send, [replace(STATUS, made=7, last=True)])
     late.start()
     empty.wait_for_final_statuses(step=2)
     assert empty.num_made == {f"ann/{INCARNATION.hex()}": 7}
     empty.add_group("bob/00", step=2)
-    monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 0.6)
+    empty.limits = RegistryLimits(final_status_seconds=0.6)
     started = time.monotonic()
     empty.wait_for_final_statuses(step=2)  # bob sends none
     assert 0.5 < time.monotonic() - started < 30
@@ -467,9 +460,9 @@ def test_group_of_a_sender_that_was_away_once_is_not_reported(
 
 
 def test_groups_without_a_status_of_past_senders_are_bounded(
-    empty: GeneratorRegistry, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+    empty: GeneratorRegistry, clock: list[float]
 ) -> None:
-    monkeypatch.setattr(generator_registry, "MAX_LIVE", 3)
+    empty.limits = RegistryLimits(max_live=3)
     for number in range(10):
         empty.add_group(f"stranger-{number}/00", step=1)
     let_leave(empty, clock, seconds=60.0)

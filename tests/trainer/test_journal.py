@@ -9,15 +9,15 @@ import re
 import shlex
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
-from concurrent.futures import wait
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from peralta_zmq.errors import JournalError, OutageError
-from peralta_zmq.trainer.journal import DROPPED, GROUP, HEADER, LEASED, Journal, JournalRecord
+from peralta_zmq.trainer.journal import DROPPED, GROUP, HEADER, RANGES, Journal, JournalRecord
 
 FRAMES = [b"first", b"the second one", b"3"]
 ENDS = [14, 37, 47]  # bytes after each record: 9 of header and the frame
@@ -48,7 +48,7 @@ def frames(journal: Journal, step: int) -> list[bytes]:
 
 
 def test_records_come_back_by_step_in_order_with_their_kind(journal: Journal) -> None:
-    records = [JournalRecord(*each) for each in ((GROUP, b"a"), (DROPPED, b"c"), (LEASED, b"d"))]
+    records = [JournalRecord(*each) for each in ((GROUP, b"a"), (DROPPED, b"c"), (RANGES, b"d"))]
     for step, record in ((4, records[0]), (5, records[0]), (4, records[1]), (4, records[2])):
         journal.append(step, record.content, record.kind)
         journal.commit()
@@ -56,7 +56,7 @@ def test_records_come_back_by_step_in_order_with_their_kind(journal: Journal) ->
     assert (frames(journal, 5), journal.read(9)) == ([b"a"], [])
 
 
-@pytest.mark.parametrize("kind", [GROUP, DROPPED, LEASED])
+@pytest.mark.parametrize("kind", [GROUP, DROPPED, RANGES])
 def test_damage_before_one_record_of_any_kind_is_refused(tmp_path: Path, kind: int) -> None:
     with closing(Journal(tmp_path)) as journal:
         journal.append(4, b"damaged")
@@ -264,7 +264,10 @@ def test_begun_commit_ends_with_commit_and_writes_once(journal: Journal) -> None
 def test_failed_begun_commit_is_reported_and_repeated(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    attempts = threading.Semaphore(0)
+
     def full(descriptor: int) -> None:
+        attempts.release()
         raise OSError(errno.ENOSPC, "full")
 
     journal.append(4, b"frame")
@@ -275,7 +278,5 @@ def test_failed_begun_commit_is_reported_and_repeated(
             journal.commit()
         assert journal.num_waiting == 1
         journal.begin_commit()
-        pending_write = journal._pending_write
-        assert pending_write is not None
-        wait([pending_write])
+        assert all(attempts.acquire(timeout=30) for _ in range(3))
     assert journal.commit() and frames(journal, 4) == [b"frame"]  # there is room again

@@ -20,7 +20,7 @@ from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 from tools.link_proxy import free_ports
 
 SKEW = 1.0  # nats; its k3 is e - 2 = .718
@@ -32,10 +32,10 @@ SETTINGS = (
 )
 
 
-def sampled(trainer: Trainer, name: str, sequence: int, *, skew: float) -> RolloutGroup:
+def sampled(trainer: Trainer, name: str, number: int, *, skew: float) -> RolloutGroup:
     """A group with the trainer's own logprobs, all lower by `skew`."""
-    group = group_of([1, 0, 0, 1], seed=sequence, sequence=sequence, run_id=trainer.session.run_id,
-                     generator_id=name, lengths=[5, 4, 6, 3])  # fmt: skip
+    group = group_of([1, 0, 0, 1], seed=number, group_number=number, generator_id=name,
+                     run_id=trainer.session.run_id, lengths=[5, 4, 6, 3])  # fmt: skip
     rollouts = []
     for each in group.rollouts:
         ids = torch.from_numpy(each.token_ids).long().unsqueeze(0)
@@ -61,9 +61,9 @@ def trained(
     trainer.recover()
     sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
     stack.enter_context(closing(sender))
-    for sequence in range(count):
+    for group_number in range(count):
         for name, by in (("ann", 0.0), ("bob", skew)):
-            group = sampled(trainer, name, sequence, skew=by)
+            group = sampled(trainer, name, group_number, skew=by)
             assert sender.send(wire.encode_group(group), timeout=5)
     for _ in range(steps):
         trainer.advance()
@@ -180,7 +180,7 @@ def test_logprobs_that_make_a_loss_infinite_are_refused(stack: ExitStack, tmp_pa
     accounts = trainer.collector.accounting()
     assert (accounts["trained"], accounts["mismatched"]) == (4 * STEPS, 0)
     assert trainer.collector.metrics()["dropped/invalid"] > 0
-    assert any("logprob below" in reason for reason in trainer.collector._receiver.refused)
+    assert any("logprob below" in reason for reason in trainer.collector.receiver.refused)
 
 
 def test_groups_left_out_are_left_out_again_after_a_restart(

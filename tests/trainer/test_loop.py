@@ -38,12 +38,11 @@ from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.learning.learner import StepResult
 from peralta_zmq.observe.metrics import EVENTS, LOCK, METRICS, SAMPLES, read_rows
 from peralta_zmq.observe.run_log import RunLog
-from peralta_zmq.trainer import checkpoint, generator_registry
-from peralta_zmq.trainer import collector as collectors
-from peralta_zmq.trainer import loop as trainer
+from peralta_zmq.trainer import checkpoint, generator_registry, trainer
+from peralta_zmq.trainer.collector import CollectorLimits
 from peralta_zmq.trainer.journal import DROPPED, GROUP, DroppedGroup
-from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.session import IDENTITY, StopSignal, lock
+from peralta_zmq.trainer.trainer import Trainer
 from tools.link_proxy import free_ports
 
 
@@ -178,12 +177,10 @@ def test_run_continues_with_another_or_deleted_weights_folder(
 
 
 @pytest.mark.timeout(60)
-def test_keyframe_request_of_a_generator_is_served_once(
-    settings: list[str], port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generator_registry, "KEYFRAME_SECONDS", 0.0)
+def test_keyframe_request_of_a_generator_is_served_once(settings: list[str], port: int) -> None:
     with ExitStack() as stack:
         trainer = Trainer(config_of(*settings), stack)
+        trainer.generators.limits = generator_registry.RegistryLimits(keyframe_seconds=0.0)
         trainer.recover()
         sender = stack.enter_context(
             closing(wire.GeneratorStatusSender(f"tcp://127.0.0.1:{port + 2}"))
@@ -250,11 +247,11 @@ def saved_by(
     checkpoint.write_checkpoint(folder, content, run_id=trainer.session.run_id)
 
 
-def journaled_by(trainer: Trainer, *sequences: int, step: int = 1, run_id: str = "") -> None:
+def journaled_by(trainer: Trainer, *group_numbers: int, step: int = 1, run_id: str = "") -> None:
     """Journal groups for a step, of this run unless another is given."""
-    for sequence in sequences:
+    for number in group_numbers:
         rewards = [1, 0] * (trainer.session.config.sampling.num_generations // 2)
-        group = group_of(rewards, sequence=sequence, run_id=run_id or trainer.session.run_id)
+        group = group_of(rewards, group_number=number, run_id=run_id or trainer.session.run_id)
         trainer.collector.journal.append(step, wire.encode_group(group))
     trainer.collector.journal.commit()
 
@@ -264,10 +261,10 @@ def test_step_is_not_published_before_its_groups_are_on_disk(
 ) -> None:
     opened.recover()
     collector, finish_step = opened.collector, opened.policy.learner.finish_step
-    monkeypatch.setattr(collectors, "COMMIT_GROUPS", 1000)  # no commit before the step
-    monkeypatch.setattr(collectors, "COMMIT_SECONDS", 1000.0)
-    for sequence in itertools.takewhile(lambda _: not collector.is_full, itertools.count()):
-        group = group_of([1, 0], sequence=sequence, run_id=opened.session.run_id)
+    # No commit before the step.
+    collector.limits = CollectorLimits(commit_groups=1000, commit_seconds=1000.0)
+    for number in itertools.takewhile(lambda _: not collector.is_full, itertools.count()):
+        group = group_of([1, 0], group_number=number, run_id=opened.session.run_id)
         assert collector.add(group, wire.encode_group(group), step=1) == "trained"
     before = dict(collector.acknowledgements.durable)
 
@@ -482,8 +479,8 @@ def test_half_written_checkpoint_is_removed(opened: Trainer) -> None:
         (b"a whole record", GROUP),
         (b"a whole record", DROPPED),
         (b"[]", DROPPED),
-        (b'{"sequence": 0}', DROPPED),
-        (b'{"sender": "ann/00", "sequence": 0, "outcome": "vanished"}', DROPPED),
+        (b'{"group_number": 0}', DROPPED),
+        (b'{"sender": "ann/00", "group_number": 0, "outcome": "vanished"}', DROPPED),
     ],
 )
 def test_unreadable_record_is_refused_with_its_file(
@@ -500,7 +497,7 @@ def test_unreadable_record_is_refused_with_its_file(
 
 def test_lost_and_duplicate_groups_are_counted_after_a_restart(opened: Trainer) -> None:
     saved_by(opened, duplicates=3)
-    dropped = DroppedGroup(group_of([1, 0]).sender, 7, "stale", min_sequence=5)
+    dropped = DroppedGroup(group_of([1, 0]).sender, 7, "stale", min_group_number=5)
     opened.collector.journal.append(1, dropped.encode(), DROPPED)
     opened.collector.journal.commit()
     opened.recover()

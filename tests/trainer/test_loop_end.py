@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
@@ -20,19 +20,11 @@ from peralta_zmq import wire
 from peralta_zmq.observe import report
 from peralta_zmq.observe.metrics import EVENTS, Row, read_rows
 from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS
-from peralta_zmq.trainer import generator_registry
-from peralta_zmq.trainer.generator_registry import LIVE_SECONDS
-from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.session import StopSignal
+from peralta_zmq.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(60)
 FOUR = "--train.max-steps=4"
-
-
-@pytest.fixture(autouse=True)
-def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator of a Session never sends a final status, so the wait for it times out."""
-    monkeypatch.setattr(generator_registry, "FINAL_STATUS_SECONDS", 0.1)
 
 
 def complete(stack: ExitStack, folder: Path) -> Trainer:
@@ -50,9 +42,9 @@ def test_long_last_evaluation_makes_no_generator_leave(
     assert trainer.generators.live()
     clock, passed, evaluate = time.monotonic, [0.0], trainer.evaluations.evaluate
 
-    def evaluate_slowly(step: int, **options: Any) -> bool:
-        passed[0] += LIVE_SECONDS + 1
-        return evaluate(step, **options)
+    def evaluate_slowly(step: int) -> Iterator[None]:
+        passed[0] += trainer.generators.limits.live_seconds + 1
+        yield from evaluate(step)
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
     monkeypatch.setattr(trainer.evaluations, "evaluate", evaluate_slowly)

@@ -29,8 +29,7 @@ from peralta_zmq.learning import distributed
 from peralta_zmq.learning.distributed import SingleRank
 from peralta_zmq.observe.metrics import Row, read_rows
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import checkpoint, replay
-from peralta_zmq.trainer import loop as trainer
+from peralta_zmq.trainer import checkpoint, replay, trainer
 from peralta_zmq.trainer.ranks import local_rank, run_follower
 from peralta_zmq.trainer.session import write_identity
 from tools.link_proxy import free_ports

@@ -33,7 +33,7 @@ for package, word in (("peft", "adapters"), ("bitsandbytes", "8-bit")):
     if importlib.util.find_spec(package) is None:
         OBJECTIVES = {name: each for name, each in OBJECTIVES.items() if word not in name}
 GROUPS = [
-    replace(group, generator_id=("ann", "bob", "cleo")[group.sequence % 3])
+    replace(group, generator_id=("ann", "bob", "cleo")[group.group_number % 3])
     for group in local_ranks.GROUPS
 ]
 

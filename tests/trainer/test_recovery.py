@@ -23,9 +23,9 @@ from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import HEADER
-from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.policy import PolicyPublisher
 from peralta_zmq.trainer.session import StopSignal
+from peralta_zmq.trainer.trainer import Trainer
 from peralta_zmq.weights.version import Version
 
 
@@ -49,11 +49,11 @@ def test_step_lost_by_the_journal_is_trained_again(tmp_path: Path) -> None:
         second = Session(stack, tmp_path)
         second.trainer.publishing.wait()
         config = second.trainer.session.config
-        published, problems = replay._published(second.trainer.session.folder, config)
+        published, problems = replay.published_ids(second.trainer.session.folder, config)
         assert 3 not in published and not problems
         assert [version.lineage for version in second.trainer.publishing.store.versions()][-1] == 1
         assert [second.advance()["step"] for _ in range(2)] == [3, 4]
-        late = group_of([1, 0], sequence=1000, policy_step=3, weights_id=lost)
+        late = group_of([1, 0], group_number=1000, policy_step=3, weights_id=lost)
         assert second.trainer.collector.admission.admit(late, step=5) == "abandoned"
     with ExitStack() as stack:  # not again at the third start
         assert Session(stack, tmp_path).trainer.session.run_log.last_step == 4

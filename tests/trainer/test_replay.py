@@ -97,14 +97,14 @@ def change_rows(file: Path, name: str, values: Mapping[int, float]) -> None:
 
 def with_turn_rewards(group: RolloutGroup) -> RolloutGroup:
     """Equal rewards, and two turns in each rollout, of which the first has a reward."""
-    names = ("sequence", "sample_index", "problem_id", "run_id")
+    names = ("group_number", "sample_index", "problem_id", "run_id")
     fields = {name: getattr(group, name) for name in names}
-    equal = group_of([1.0] * 4, lengths=[4, 5, 6, 7], seed=group.sequence, **fields)
+    equal = group_of([1.0] * 4, lengths=[4, 5, 6, 7], seed=group.group_number, **fields)
     rollouts = [
         replace(
             rollout,
             loss_mask=rollout.loss_mask & (np.arange(len(rollout.token_ids)) != 5),
-            turn_rewards=(float((group.sequence + index) % 3), 0.0),
+            turn_rewards=(float((group.group_number + index) % 3), 0.0),
         )
         for index, rollout in enumerate(equal.rollouts)
     ]

@@ -19,11 +19,10 @@ from trainer_sessions import Session
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError, OutageError, WireError, failure_text
 from peralta_zmq.observe.metrics import METRICS, read_rows
-from peralta_zmq.trainer import loop as trainer
-from peralta_zmq.trainer import policy
+from peralta_zmq.trainer import policy, trainer
 from peralta_zmq.trainer.journal import JOURNAL
-from peralta_zmq.trainer.loop import Trainer
 from peralta_zmq.trainer.session import StopSignal, known_run_id, lock, wait_out, write_identity
+from peralta_zmq.trainer.trainer import Trainer
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.wire.auth import TRAINER, make_keys
 from peralta_zmq.wire.trainer_address import AddressFile, read_address
@@ -56,11 +55,11 @@ def failing_rename(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], 
     return lambda: patched.setattr(os, "rename", rename)
 
 
-def foreign_lease(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
-    lease = config.weights_folder / ".lease-other"
-    lease.write_text(json.dumps({"pid": 7, "host": "elsewhere", "started": 0.0}))
+def foreign_lock(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
+    lock = config.weights_folder / ".lock-other"
+    lock.write_text(json.dumps({"pid": 7, "host": "elsewhere", "started": 0.0}))
     expired = time.time() - 60
-    return lambda: os.utime(lease, (expired, expired))
+    return lambda: os.utime(lock, (expired, expired))
 
 
 def unmounted(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -81,7 +80,7 @@ OUTAGES: dict[str, tuple[Outage, str]] = {
         unmounted,
         "is gone; is it mounted? Mount it, or choose another",
     ),
-    "lease": (foreign_lease, "another trainer (pid 7 on elsewhere) publishes to"),
+    "lock": (foreign_lock, "another trainer (pid 7 on elsewhere) publishes to"),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.config import load_config
-from peralta_zmq.trainer.loop import Trainer
+from peralta_zmq.trainer.trainer import Trainer
 from tools.link_proxy import free_ports
 
 LinesOf = Callable[..., list[str]]

@@ -41,7 +41,7 @@ def test_named_pipes_in_the_folder_block_no_process(store: WeightStore) -> None:
         path.unlink(missing_ok=True)
         os.mkfifo(path)
 
-    put_pipe(store.folder / ".lease-other")
+    put_pipe(store.folder / ".lock-other")
     store.claim("run")
     put_pipe(version.folder / WEIGHTS_FILE)
     with pytest.raises(StoreError, match=f"version 1 has no file {WEIGHTS_FILE}"):

@@ -31,12 +31,19 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.reshape(-1).view(torch.int16).tolist()
 
 
-def round_trip(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> int:
+def round_trip(
+    old: dict[str, torch.Tensor],
+    new: dict[str, torch.Tensor],
+    *,
+    piece_size: int = delta.CHUNK,
+    dense: float = delta.DENSE,
+) -> int:
     """Size of the delta; checks that it turns `old` into `new`."""
     checksums: dict[str, int] = {}
-    encoded = b"".join(delta.encode(old, new, checksums))
+    encoded = b"".join(delta.encode(old, new, checksums, piece_size=piece_size, dense=dense))
     copy = {name: tensor.clone() for name, tensor in old.items()}
-    assert delta.apply(io.BytesIO(encoded), copy) == checksums == checksums_of(new)
+    assert delta.apply(io.BytesIO(encoded), copy, piece_size=piece_size) == checksums
+    assert checksums == checksums_of(new)
     assert copy.keys() == new.keys()
     assert all(bits(copy[name]) == bits(new[name]) for name in new)
     return len(encoded)
@@ -60,9 +67,7 @@ def test_any_gaps_and_piece_sizes_round_trip(changed: list[int], piece_size: int
     old = torch.zeros(5001).bfloat16()
     new = old.clone()
     new[changed] = 1.0
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(delta, "CHUNK", piece_size)
-        round_trip({"w": old}, {"w": new})
+    round_trip({"w": old}, {"w": new}, piece_size=piece_size)
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (), (0, 5), (3, 0, 2), (2, 3, 4)])
@@ -89,17 +94,13 @@ def test_pieces_with_few_and_many_changes_round_trip(num_changed: int) -> None:
 
 
 @pytest.mark.parametrize("num_changed", [50_000, 60_000, 80_000])
-def test_piece_with_many_changes_is_not_much_larger_without_gaps(
-    num_changed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_piece_with_many_changes_is_not_much_larger_without_gaps(num_changed: int) -> None:
     random = np.random.default_rng(0)
     old = random.integers(0x3C00, 0x3E00, 100_000)  # as weights between 0.008 and 0.125
     new, changed = old.copy(), random.permutation(100_000)[:num_changed]
     new[changed] += random.geometric(0.5, num_changed) * random.choice([-1, 1], num_changed)
     pair = {"w": halves(old)}, {"w": halves(new)}
-    size = round_trip(*pair)
-    monkeypatch.setattr(delta, "DENSE", 2.0)
-    assert size < 1.03 * round_trip(*pair)
+    assert round_trip(*pair) < 1.03 * round_trip(*pair, dense=2.0)
 
 
 def test_float16_and_changes_of_every_element_round_trip() -> None:

@@ -21,7 +21,7 @@ from weight_sets import loaded, publish, publish_and_subscribe, publish_chain, s
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.pruning import Pruner, Retention
+from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import MAX_RECHECKS, WeightStore
 from peralta_zmq.weights.version import WEIGHTS_FILE, folder_name

@@ -85,13 +85,13 @@ def test_wrong_token_is_refused(store: WeightStore, server: HttpServer) -> None:
 @pytest.mark.parametrize(
     "path",
     ["/../../etc/passwd", "/step_00000000/../RUN.json", "/step_00000000/.hidden", "/etc/passwd",
-     "/step_00000000/%2e%2e", "//etc/passwd", "/.lease-1", "/step_00000000/a/b", "/step_0000000/x"],
+     "/step_00000000/%2e%2e", "//etc/passwd", "/.lock-1", "/step_00000000/a/b", "/step_0000000/x"],
 )  # fmt: skip
 def test_server_serves_nothing_but_versions(
     store: WeightStore, server: HttpServer, path: str
 ) -> None:
     publish(store, 0)
-    names = (".lease-1", "step_0000000/x", "step_00000000/.hidden", "step_00000000/a/b")
+    names = (".lock-1", "step_0000000/x", "step_00000000/.hidden", "step_00000000/a/b")
     for file in map(store.folder.joinpath, names):
         file.parent.mkdir(exist_ok=True)
         file.write_text("not served")

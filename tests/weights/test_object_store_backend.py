@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from weight_sets import publish, publish_chain, same, weights_at
 
-from peralta_zmq.weights.pruning import Pruner, Retention
+from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.store import WeightStore
 from tools.link_proxy import free_ports

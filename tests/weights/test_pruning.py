@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from weight_sets import publish, publish_chain
 
-from peralta_zmq.weights.pruning import Pruner, Retention
+from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.store import WeightStore
 
 
@@ -29,7 +29,7 @@ def test_pruning_spares_slow_readers_and_versions_being_read(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("peralta_zmq.weights.pruning.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("peralta_zmq.weights.publisher.time.monotonic", lambda: now[0])
     pruner = Pruner(store, Retention(last=1, seconds=60))
 
     def numbers_after(step: int) -> list[int]:
@@ -41,7 +41,7 @@ def test_pruning_spares_slow_readers_and_versions_being_read(
     now[0] += 59
     assert numbers_after(3) == [1, 2, 3]
     now[0] += 2
-    with store.backend.leases.reading("step_00000001"):
+    with store.backend.locks.reading("step_00000001"):
         assert numbers_after(4) == [1, 2, 3, 4]  # 2 has been spare for 59 s
         now[0] += 100  # this load takes at least 101 s
         assert numbers_after(5) == [1, 4, 5]

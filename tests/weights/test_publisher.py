@@ -39,10 +39,17 @@ def open_publisher(store: WeightStore) -> Iterator[Opener]:
     opened: list[WeightPublisher] = []
 
     def open_one(
-        dtype: torch.dtype = torch.bfloat16, *, moves_snapshots: bool = False, **options: Any
+        *,
+        keyframe_interval: int = 10,
+        max_mbit_per_s: float | None = None,
+        before_write: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> WeightPublisher:
-        writer = VersionWriter(store, companions=COMPANIONS, **options)
-        opened.append(WeightPublisher(writer, dtype=dtype, moves_snapshots=moves_snapshots))
+        writer = VersionWriter(
+            store, companions=COMPANIONS, keyframe_interval=keyframe_interval,
+            max_mbit_per_s=max_mbit_per_s, before_write=before_write,
+        )  # fmt: skip
+        opened.append(WeightPublisher(writer, **options))
         return opened[-1]
 
     yield open_one
@@ -104,8 +111,8 @@ class RecordedCopies:
     """Weak references to the copies of weights that publishers make in memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._copy, self._found = publisher_module._copy, list[Any]()
-        monkeypatch.setattr(publisher_module, "_copy", self._recorded_copy)
+        self._copy, self._found = publisher_module.copy_weights, list[Any]()
+        monkeypatch.setattr(publisher_module, "copy_weights", self._recorded_copy)
 
     def _recorded_copy(self, *arguments: Any) -> Any:
         tensors, wait_for_copies = self._copy(*arguments)
@@ -199,7 +206,7 @@ def test_gpu_copies_that_arrive_late_are_published(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies from a GPU may arrive in their buffers until `wait_for_copies` returns."""
-    copy = publisher_module._copy
+    copy = publisher_module.copy_weights
 
     def slow_copy(*arguments: Any) -> Any:
         copies, wait_for_copies = copy(*arguments)
@@ -212,7 +219,7 @@ def test_gpu_copies_that_arrive_late_are_published(
 
         return buffers, arrive
 
-    monkeypatch.setattr(publisher_module, "_copy", slow_copy)
+    monkeypatch.setattr(publisher_module, "copy_weights", slow_copy)
     publisher = open_publisher()
     for step in range(3):
         assert same(loaded(store, published(publisher, step)), weights_at(step))
@@ -250,14 +257,13 @@ def test_requested_keyframe_survives_its_snapshot(
 def test_keyframe_of_a_retry_survives_a_snapshot_that_is_being_copied(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "FIRST_OUTAGE_DELAY", 0.3)
-    publisher = open_publisher(keyframe_interval=100)
+    publisher = open_publisher(keyframe_interval=100, first_delay=0.3)
     published(publisher, 0)
-    copy, back_off, is_copied = publisher_module._copy, publisher._back_off, threading.Event()
+    copy, back_off, is_copied = publisher_module.copy_weights, publisher.back_off, threading.Event()
 
     def copy_until_the_retry(*arguments: Any) -> Any:
         deadline = time.monotonic() + 1.0
-        while not publisher._waiting and time.monotonic() < deadline:
+        while not publisher.waiting and time.monotonic() < deadline:
             time.sleep(0.01)
         return copy(*arguments)
 
@@ -265,13 +271,13 @@ def test_keyframe_of_a_retry_survives_a_snapshot_that_is_being_copied(
         back_off(*arguments)
         is_copied.wait(10)
 
-    monkeypatch.setattr(publisher, "_back_off", back_off_until_copied)
+    monkeypatch.setattr(publisher, "back_off", back_off_until_copied)
     with monkeypatch.context() as full:
         full.setattr(os, "statvfs", no_space)
         publisher.publish(1, masters(1), keyframe=True)
         assert [report.version for report in reports_of(publisher)] == [None]
     with monkeypatch.context() as slow:
-        slow.setattr(publisher_module, "_copy", copy_until_the_retry)
+        slow.setattr(publisher_module, "copy_weights", copy_until_the_retry)
         publisher.publish(2, masters(2))
     is_copied.set()
     version = reports_of(publisher)[-1].version
@@ -282,7 +288,7 @@ def test_close_does_not_wait_for_an_unresponsive_mount(
     open_publisher: Opener, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounted = threading.Event()
-    monkeypatch.setattr(store.backend.leases, "release", lambda: mounted.wait(20))
+    monkeypatch.setattr(store.backend.locks, "release", lambda: mounted.wait(20))
     started = time.monotonic()
     open_publisher().close(timeout=1)
     assert time.monotonic() - started < 10
@@ -299,7 +305,7 @@ def stuck_disk(monkeypatch: pytest.MonkeyPatch, publisher: WeightPublisher) -> t
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
     publisher.publish(90, masters(90))
-    while publisher._waiting:
+    while publisher.waiting:
         time.sleep(0.001)
     return disk_works
 
@@ -315,22 +321,21 @@ def test_stuck_disk_stalls_no_step_and_the_newest_snapshot_wins(
     assert [report.step for report in reports_of(publisher)] == [90, 99]
 
 
-def test_lease_is_renewed_while_a_version_is_written(
+def test_lock_is_renewed_while_a_version_is_written(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "LEASE_RENEWAL_SECONDS", 0.02)
-    (lease,) = store.folder.glob(".lease-*")
-    disk_works = stuck_disk(monkeypatch, open_publisher())  # for at most 10 s
-    os.utime(lease, (0, 0))
-    until(lambda: lease.stat().st_mtime > 0, seconds=8)
+    (lock,) = store.folder.glob(".lock-*")
+    publisher = open_publisher(renewal_seconds=0.02)
+    disk_works = stuck_disk(monkeypatch, publisher)  # for at most 10 s
+    os.utime(lock, (0, 0))
+    until(lambda: lock.stat().st_mtime > 0, seconds=8)
     disk_works.set()
 
 
 def test_failed_publication_is_reported_and_retried(
-    store: WeightStore, open_publisher: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, open_publisher: Opener, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(publisher_module, "FIRST_OUTAGE_DELAY", 0.05)
-    publisher = open_publisher()
+    publisher = open_publisher(first_delay=0.05)
     store.folder.rename(tmp_path / "away")
     publisher.publish(1, masters(1))
     failed, *_ = reports_of(publisher)
@@ -348,7 +353,7 @@ def test_retry_follows_an_outage_within_5_seconds_on_average(
     open_publisher: Opener, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = open_publisher()
-    back_off, now = publisher._back_off, 0.0
+    back_off, now = publisher.back_off, 0.0
     tries = [0.0]  # simulated seconds since the first failure, without newer snapshots
     is_over = threading.Event()
 
@@ -361,7 +366,7 @@ def test_retry_follows_an_outage_within_5_seconds_on_average(
             is_over.set()
         back_off(snapshot, 0.0)
 
-    monkeypatch.setattr(publisher, "_back_off", back_off_without_waiting)
+    monkeypatch.setattr(publisher, "back_off", back_off_without_waiting)
     monkeypatch.setattr(store.backend, "free_bytes", lambda: 0)
     publisher.publish(1, masters(1))
     assert is_over.wait(30)
@@ -408,9 +413,10 @@ def test_close_publishes_a_copy_of_the_last_weights_without_rate_limit(
 
 
 def test_exception_in_the_thread_is_raised_in_the_trainer(open_publisher: Opener) -> None:
-    publisher = open_publisher()
-    published(publisher, 0)
-    publisher._writer._store = None  # type: ignore[assignment]
+    def fail() -> None:
+        raise AttributeError
+
+    publisher = open_publisher(before_write=fail)
     publisher.publish(1, masters(1))
     assert publisher.wait(30)
     with pytest.raises(AttributeError):

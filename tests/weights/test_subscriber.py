@@ -16,7 +16,7 @@ from real_programs import until
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
 from peralta_zmq.weights.backends import FolderWatcher
-from peralta_zmq.weights.pruning import Pruner, Retention
+from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.tensor_set import CHUNK, check_finite
@@ -92,12 +92,11 @@ def test_listing_or_folder_event_alone_finds_a_version(
 
 
 def test_event_alone_finds_a_folder_that_did_not_exist(
-    store: WeightStore, subscribe: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, subscribe: Opener, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("peralta_zmq.weights.subscriber.FIRST_POLL_SECONDS", NEVER)
     store.folder.rename(tmp_path / "away")
-    subscriber = subscribe(poll_seconds=NEVER, watch=store.folder)
-    until(lambda: subscriber._watcher)  # of the folder above
+    subscriber = subscribe(poll_seconds=NEVER, first_poll_seconds=NEVER, watch=store.folder)
+    assert subscriber.poll(timeout=0.5) is None  # it watches the folder above
     (tmp_path / "away").rename(store.folder)
     assert accepts(subscriber, publish(store, 0))
 
@@ -181,14 +180,13 @@ def test_restart_reads_nothing_that_is_in_the_copy(store: WeightStore, subscribe
 
 
 def test_restart_without_a_store_offers_the_last_copy(
-    store: WeightStore, subscribe: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, subscribe: Opener, tmp_path: Path
 ) -> None:
     versions = publish_chain(store, 2)
     with closing(subscribe()) as subscriber:
         assert accepts(subscriber, versions[1])
     store.folder.rename(tmp_path / "away")
-    monkeypatch.setattr("peralta_zmq.weights.subscriber.OFFLINE_SECONDS", 0.2)
-    subscriber = subscribe()
+    subscriber = subscribe(offline_seconds=0.2)
     assert accepts(subscriber, versions[1])
     (tmp_path / "away").rename(store.folder)
     assert accepts(subscriber, publish(store, 2, base=versions[1]))
@@ -272,13 +270,11 @@ def test_copy_that_is_not_finite_is_not_offered_after_a_restart(
     store: WeightStore,
     subscribe: Opener,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("peralta_zmq.weights.subscriber.OFFLINE_SECONDS", 0.2)
     publish_nan(store, 1)
     for _ in range(2):
         caplog.clear()
-        with closing(subscribe()) as subscriber:
+        with closing(subscribe(offline_seconds=0.2)) as subscriber:
             until(lambda one=subscriber: one.poll(timeout=0.1) or "not finite" in caplog.text)
             assert subscriber.poll(timeout=0.3) is None
         if store.folder.exists():

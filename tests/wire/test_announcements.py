@@ -28,11 +28,11 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.collector import MAX_SUPPLIERS
-from peralta_zmq.trainer.generator_registry import MAX_LIVE
+from peralta_zmq.trainer.generator_registry import RegistryLimits
 from peralta_zmq.wire import announcements, message_fields
 from peralta_zmq.wire.announcements import decode_announcement
 from peralta_zmq.wire.message_fields import pack_with_checksum
-from peralta_zmq.wire.sockets import open_socket
+from peralta_zmq.wire.rollout_sockets import open_socket
 
 
 def open_pair(stack: ExitStack) -> tuple[wire.AnnouncementPublisher, wire.AnnouncementSubscriber]:
@@ -59,7 +59,7 @@ def test_announcement_arrives_with_every_field(stack: ExitStack) -> None:
     sender = {"ann/00": 5}
     announcement = wire.Announcement(
         RUN, b"8 bytes.", 7, 8, 9, "0123456789abcdef", sender, sender, sender, sender, sender,
-        sender, True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000, True, sender, sender,
+        sender, True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000, sender, sender,
     )  # fmt: skip
     defaults = wire.Announcement(RUN)
     for field in dataclasses.fields(announcement)[1:]:
@@ -96,7 +96,7 @@ def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: 
 
     def publish(step: int) -> None:
         publisher.publish(wire.Announcement(RUN, step=step, excluded=large))
-        eventually(lambda: not publisher._is_new)  # else the next announcement replaces it
+        eventually(lambda: not publisher.is_new)  # else the next announcement replaces it
 
     def received() -> int:
         return decode_announcement(peer.recv()).step
@@ -118,7 +118,7 @@ def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: 
     "fields",
     [
         {"run_id": 5}, {"step": "7"}, {"version": 1.5}, {"durable": None},
-        {"durable": {"ann": "5"}, "highest_received": {"ann": 5}}, {"highest_received": {b"a": 5}},
+        {"durable": {"ann": "5"}, "received_end": {"ann": 5}}, {"received_end": {b"a": 5}},
         {"incarnation": "text"}, {"done": 1}, {"waiting": 0}, {"step": True},
         {"received": {"ann": {}}}, {"added": {key: {} for key in "abcdefghijk"}}, {"added": [1]},
     ],
@@ -135,13 +135,13 @@ def test_announcement_of_a_later_version_is_read() -> None:
 
 
 def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
-    senders = {f"{n:0>128}/{'0' * 16}": 2**64 - 1 for n in range(MAX_LIVE)}
+    senders = {f"{n:0>128}/{'0' * 16}": 2**64 - 1 for n in range(RegistryLimits().max_live)}
     names = {f"{n:0>128}": 2**64 - 1 for n in range(MAX_SUPPLIERS)}
     bits = bytes((1 << 19) // 8)  # one for each problem
     announcement = wire.Announcement(
-        "x" * 1024, received=senders, durable=senders, highest_received=senders,
+        "x" * 1024, received=senders, durable=senders, received_end=senders,
         consumed=senders, suppliers=names, without_status=senders, excluded=bits, answered=bits,
-        lease_starts=senders, lease_ends=senders,
+        range_starts=senders, range_ends=senders,
     )  # fmt: skip
     frame = message_fields.encode_fields(announcement)
     assert announcements.decode_announcement(frame) == announcement
@@ -248,7 +248,7 @@ def test_complete_run_is_announced_often_enough_to_be_reported_at_once(stack: Ex
 def test_subscriber_bounds_its_queue_and_sends_no_heartbeats(stack: ExitStack) -> None:
     _, subscriber = open_pair(stack)
     options = (zmq.HEARTBEAT_IVL, zmq.RCVHWM, zmq.MAXMSGSIZE)
-    assert [subscriber._socket.getsockopt(option) for option in options] == [0, 100, 5 << 20]
+    assert [subscriber.socket.getsockopt(option) for option in options] == [0, 100, 5 << 20]
 
 
 def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitStack) -> None:
@@ -257,19 +257,22 @@ def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitSt
     outbox.acknowledge(wire.Announcement(RUN, incarnation=b"first"))
     for number in range(6):
         outbox.add(numbered(number))
+        outbox.mark_sent()
         assert sender.send(numbered(number), timeout=DEADLINE)
     ledger, trained = Ledger(), []
     for _ in range(2):
         group = received(first)
-        ledger.settle(group.sender, group.sequence, "trained")
-        trained.append(group.sequence)
+        ledger.settle(group.sender, group.group_number, "trained")
+        trained.append(group.group_number)
     first.close()  # with four groups in its queues
 
     second = stack.enter_context(closing(bound_again(first.address)))
-    restarted = wire.Announcement(RUN, incarnation=b"second", durable={GROUP.sender: 1})
+    restarted = wire.Announcement(RUN, incarnation=b"second", durable={GROUP.sender: 2})
     outbox.acknowledge(restarted)
-    for frame in outbox.frames_to_resend():
+    outbox.queue_lost()
+    while (frame := outbox.next_frame()) is not None:
         assert sender.send(frame, timeout=DEADLINE)
+        outbox.mark_sent()
     ends = monotonic() + DEADLINE
     while not {*range(6)} <= {*trained}:
         assert monotonic() < ends
@@ -277,14 +280,14 @@ def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitSt
         if message is None:  # all went into the dead connection; a later group shows the gap
             number += 1
             outbox.add(numbered(number))
-            sender.send(numbered(number), timeout=0)
-        elif ledger.settle(message[0].sender, message[0].sequence, "trained"):
-            trained.append(message[0].sequence)
+        elif ledger.settle(message[0].sender, message[0].group_number, "trained"):
+            trained.append(message[0].group_number)
         announcement = wire.Announcement(
-            RUN, incarnation=b"second", durable={GROUP.sender: ledger.settled(GROUP.sender)},
-            highest_received={GROUP.sender: ledger.highest(GROUP.sender)},
+            RUN, incarnation=b"second", durable={GROUP.sender: ledger.settled(GROUP.sender) + 1},
+            received_end={GROUP.sender: ledger.highest(GROUP.sender) + 1},
         )  # fmt: skip
         outbox.acknowledge(announcement)
-        for frame in outbox.frames_to_resend():
-            sender.send(frame, timeout=DEADLINE)
+        outbox.queue_lost()
+        while (frame := outbox.next_frame()) and sender.send(frame, timeout=DEADLINE):
+            outbox.mark_sent()
     assert len(trained) == len({*trained})

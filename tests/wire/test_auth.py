@@ -36,8 +36,7 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import OutageError, WireError, is_permanent
-from peralta_zmq.wire import announcements, auth, connection, message_fields
-from peralta_zmq.wire import sockets as wire_sockets
+from peralta_zmq.wire import auth, connection, message_fields
 from peralta_zmq.wire.auth import (
     GeneratorKeys,
     generator_keys,
@@ -45,23 +44,11 @@ from peralta_zmq.wire.auth import (
     make_keys,
     use_keys,
 )
-from peralta_zmq.wire.sockets import open_socket
+from peralta_zmq.wire.rollout_sockets import open_socket
 
 REPO = Path(__file__).parents[2]
-LIMIT = 10.0  # seconds until a refused client reports the reason, after PATIENCE_SECONDS
-PATIENCE_SECONDS = 1.0  # of the clients in this process
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr(connection, "RETRY_SECONDS", 0.05)
-
-
-@pytest.fixture
-def always_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The authenticator reads the key folder again for every client."""
-    monkeypatch.setattr(auth, "READ_SECONDS", 0.0)
+LIMIT = 10.0  # seconds until a refused client reports the reason, after its patience
+TIMING = wire.ConnectionTiming(patience_seconds=1.0, retry_seconds=0.05)
 
 
 @pytest.fixture
@@ -83,26 +70,35 @@ def test_missing_key_of_a_generator_names_the_keys_that_are_there(folder: Path) 
 
 
 class Scene:
-    """A trainer's authenticator and rollout receiver, and clients with keys of its folder."""
+    """A trainer's authenticator and rollout receiver, and clients with keys of its folder.
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    The authenticator reads the key folder again for every client. `timing` is that of new clients.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack, **limits: float) -> None:
         self.folder, self._stack = folder, stack
-        self.authenticator = stack.enter_context(closing(wire.Authenticator(folder)))
+        self.timing = TIMING
+        server_limits = wire.ServerLimits(**{"read_seconds": 0.0, **limits})
+        self.authenticator = wire.Authenticator(folder, server_limits)
+        stack.enter_context(closing(self.authenticator))
         self.receiver = stack.enter_context(closing(receiver_at(authenticator=self.authenticator)))
         self.ann = generator_keys(folder, "ann")
 
     def sender(self, keys: GeneratorKeys | None = None) -> wire.RolloutSender:
         """A sender of groups, by default with ann's keys."""
-        return sender_to(self.receiver.address, self._stack, keys=keys or self.ann)
+        options = {"keys": keys or self.ann, "timing": self.timing}
+        return sender_to(self.receiver.address, self._stack, **options)
 
     def publisher(self) -> wire.AnnouncementPublisher:
-        publisher = wire.AnnouncementPublisher(ANYWHERE, authenticator=self.authenticator)
+        publisher = wire.AnnouncementPublisher(
+            ANYWHERE, authenticator=self.authenticator, announce_seconds=0.2
+        )
         return self._stack.enter_context(closing(publisher))
 
     def subscriber(
         self, address: str, keys: GeneratorKeys | None = None
     ) -> wire.AnnouncementSubscriber:
-        subscriber = wire.AnnouncementSubscriber(address, keys=keys or self.ann)
+        subscriber = wire.AnnouncementSubscriber(address, keys=keys or self.ann, timing=self.timing)
         return self._stack.enter_context(closing(subscriber))
 
     def link(self) -> tuple[wire.AnnouncementPublisher, Proxy, wire.AnnouncementSubscriber]:
@@ -142,14 +138,14 @@ def refusal_of(address: str, stack: ExitStack, keys: GeneratorKeys | None) -> st
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
     client.setsockopt(zmq.SNDTIMEO, 20)
     started = monotonic()
-    opened = connection.ClientConnection(client, address, keys, name="rollouts")
+    opened = connection.ClientConnection(client, address, keys, name="rollouts", timing=TIMING)
     stack.enter_context(closing(opened))
     with pytest.raises(WireError) as refused:
-        for _ in until(PATIENCE_SECONDS + LIMIT + 1):
+        for _ in until(TIMING.patience_seconds + LIMIT + 1):
             with suppress(zmq.Again):
                 client.send(numbered(5))
             opened.check()
-    assert PATIENCE_SECONDS < monotonic() - started < PATIENCE_SECONDS + LIMIT
+    assert 0 < monotonic() - started - TIMING.patience_seconds < LIMIT
     return str(refused.value)
 
 
@@ -203,10 +199,8 @@ def test_no_client_is_accepted_without_an_authenticator(scene: Scene, stack: Exi
     assert scene.receiver.receive(timeout=0.3) is None
 
 
-def test_client_waits_for_a_trainer_behind_a_forwarder(
-    scene: Scene, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.1)
+def test_client_waits_for_a_trainer_behind_a_forwarder(scene: Scene, stack: ExitStack) -> None:
+    scene.timing = dataclasses.replace(TIMING, patience_seconds=0.1)
     forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     forwarder.settimeout(DEADLINE)
     subscriber = scene.subscriber("tcp://{}:{}".format(*forwarder.getsockname()))
@@ -234,7 +228,7 @@ def test_group_under_a_foreign_name_is_dropped(scene: Scene) -> None:
     sender = scene.sender(generator_keys(scene.folder, "bob"))
     assert sender.send(numbered(5), timeout=LIMIT)  # ann's
     assert sender.send(numbered(6, generator_id="bob"), timeout=LIMIT)
-    assert received(scene.receiver).sequence == 6
+    assert received(scene.receiver).group_number == 6
     ((reason, count),) = scene.receiver.refused.items()
     assert "key of bob was used under the name 'ann'" in reason and count == 1
 
@@ -246,7 +240,7 @@ def test_announcements_reach_known_clients_only(scene: Scene) -> None:
     assert eventually(lambda: known.receive(timeout=0.1)) == wire.Announcement(RUN, step=4)
     unknown = scene.subscriber(publisher.address, unknown_keys(scene.folder))
     with pytest.raises(WireError, match="has no key"):
-        for _ in until(PATIENCE_SECONDS + LIMIT):
+        for _ in until(TIMING.patience_seconds + LIMIT):
             assert unknown.receive(timeout=0.1) is None
 
 
@@ -271,10 +265,8 @@ def test_status_is_accepted_from_known_keys_and_own_names(scene: Scene, stack: E
     assert statuses == {bob.sender: bob} and receiver.refused
 
 
-def test_client_refused_at_first_is_accepted_with_a_new_key(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", DEADLINE)
+def test_client_refused_at_first_is_accepted_with_a_new_key(scene: Scene) -> None:
+    scene.timing = dataclasses.replace(TIMING, patience_seconds=DEADLINE)
     put_back = scene.remove_key()
     sender = scene.sender()
     eventually(lambda: sender.send(numbered(5), timeout=0.05) or scene.authenticator.refused > 1)
@@ -286,12 +278,9 @@ def test_client_refused_at_first_is_accepted_with_a_new_key(
 # Faults of the link.
 
 
-@pytest.mark.usefixtures("always_reads")
-def test_accepted_generator_takes_a_refusal_for_a_fault_of_the_link(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accepted_generator_takes_a_refusal_for_a_fault_of_the_link(scene: Scene) -> None:
     """Both the connection that was accepted and a new one with the same keys."""
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.0)
+    scene.timing = dataclasses.replace(TIMING, patience_seconds=0.0)
     publisher, proxy, accepted = scene.link()
     put_back, authenticator = scene.remove_key(), scene.authenticator
     proxy.disconnect()
@@ -306,10 +295,7 @@ def test_accepted_generator_takes_a_refusal_for_a_fault_of_the_link(
     received(scene.receiver)
 
 
-def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(announcements, "ANNOUNCE_SECONDS", 0.05)
+def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(scene: Scene) -> None:
     publisher, proxy, subscriber = scene.link()
     for step in range(2, 5):
         proxy.damage = flip = BitFlip(b"\x07MESSAGE", 20)  # in the ciphertext
@@ -329,11 +315,10 @@ def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(
 def test_send_raises_when_the_trainer_refuses_the_key(scene: Scene) -> None:
     sender = scene.sender(unknown_keys(scene.folder))
     with pytest.raises(WireError, match="has no key of ann"):
-        for _ in until(PATIENCE_SECONDS + LIMIT):
+        for _ in until(TIMING.patience_seconds + LIMIT):
             sender.send(numbered(5), timeout=0.1)
 
 
-@pytest.mark.usefixtures("always_reads")
 def test_key_folder_with_a_duplicate_accepts_no_client(scene: Scene) -> None:
     shutil.copy(scene.folder / "ann.public", scene.folder / "twin.public")
     scene.sender().send(numbered(5), timeout=0)
@@ -341,7 +326,6 @@ def test_key_folder_with_a_duplicate_accepts_no_client(scene: Scene) -> None:
     assert scene.receiver.receive(timeout=0.5) is None
 
 
-@pytest.mark.usefixtures("always_reads")
 def test_incomplete_key_file_does_not_affect_other_keys(scene: Scene) -> None:
     (scene.folder / "eve.public").write_bytes(b"")  # it is being copied
     (scene.folder / "gone.public").symlink_to("nowhere")
@@ -350,18 +334,16 @@ def test_incomplete_key_file_does_not_affect_other_keys(scene: Scene) -> None:
     assert received(scene.receiver).generator_id == "ann"
 
 
-@pytest.mark.usefixtures("always_reads")
-def test_client_waits_while_the_key_folder_is_unreadable(
-    folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (connection, wire_sockets):
-        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.1)
-    scene = Scene(folder, stack)
+def test_client_waits_while_the_key_folder_is_unreadable(folder: Path, stack: ExitStack) -> None:
+    handshake_seconds = 0.3
+    timing = dataclasses.replace(TIMING, patience_seconds=0.1, handshake_seconds=handshake_seconds)
+    scene = Scene(folder, stack, handshake_seconds=handshake_seconds)
     moved = folder.rename(folder.with_name("moved"))
     client = stack.enter_context(open_socket(zmq.PUSH, hwm=1))
     started, tries = monotonic(), connection.PATIENCE_TRIES + 2
-    opened = connection.ClientConnection(client, scene.receiver.address, scene.ann, name="rollouts")
+    opened = connection.ClientConnection(
+        client, scene.receiver.address, scene.ann, name="rollouts", timing=timing
+    )
     stack.enter_context(closing(opened))
 
     def tried_again() -> bool:
@@ -370,7 +352,7 @@ def test_client_waits_while_the_key_folder_is_unreadable(
 
     eventually(tried_again)
     # No client was disconnected at once.
-    assert monotonic() - started > (tries - 1) * connection.HANDSHAKE_SECONDS
+    assert monotonic() - started > (tries - 1) * handshake_seconds
     moved.rename(folder)
     client.send(numbered(5))
     assert received(scene.receiver).generator_id == "ann"
@@ -393,7 +375,7 @@ def test_known_generator_reaches_a_restarted_trainer(scene: Scene, stack: ExitSt
         sender.send(numbered(6), timeout=0.1)
         return second.receive(timeout=0.1)
 
-    assert eventually(send)[0].sequence == 6
+    assert eventually(send)[0].group_number == 6
 
 
 # Limit of connections.
@@ -415,12 +397,11 @@ def close_after_a_group(address: str, keys: GeneratorKeys | None) -> bool:
 
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_closed_connections_fill_only_the_quota_of_a_busy_trainer(
-    folder: Path, stack: ExitStack, has_keys: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, stack: ExitStack, has_keys: bool
 ) -> None:
-    monkeypatch.setattr(auth, "MAX_UNREAD_BYTES", 1)
-    monkeypatch.setattr(auth, "MIN_CONNECTIONS", 10)
-    monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.5)  # until a client connects again
-    authenticator = wire.Authenticator(folder if has_keys else None)
+    # A client connects again after the time of a handshake.
+    limits = wire.ServerLimits(handshake_seconds=0.5, max_unread_bytes=1, min_connections=10)
+    authenticator = wire.Authenticator(folder if has_keys else None, limits)
     stack.enter_context(closing(authenticator))
     receiver = stack.enter_context(closing(receiver_at(authenticator=authenticator)))
     keys = generator_keys(folder, "ann") if has_keys else None
@@ -432,7 +413,7 @@ def test_closed_connections_fill_only_the_quota_of_a_busy_trainer(
     assert [close_after_a_group(receiver.address, keys) for _ in range(2)] == [True, False]
     sender = sender_to(receiver.address, stack, keys=keys)
     assert sender.send(numbered(6), timeout=DEADLINE)
-    eventually(lambda: any(group.sequence == 6 for group in drained(receiver)))
+    eventually(lambda: any(group.group_number == 6 for group in drained(receiver)))
     # The socket was empty: all of the quota is free again.
     assert all(close_after_a_group(receiver.address, keys) for _ in range(10))
 
@@ -440,20 +421,19 @@ def test_closed_connections_fill_only_the_quota_of_a_busy_trainer(
 def open_receiver(kind: str, authenticator: wire.Authenticator) -> Any:
     """A server of the trainer that the program reads, by the socket type of its clients."""
     if kind == "XPUB":
-        return wire.AnnouncementPublisher(ANYWHERE, authenticator=authenticator)
+        return wire.AnnouncementPublisher(
+            ANYWHERE, authenticator=authenticator, announce_seconds=0.05
+        )
     reply = wire.ProbeReply("demo", run_id=RUN, worker_info={})
     return wire.ProbeServer(ANYWHERE, reply, authenticator=authenticator)
 
 
 @pytest.mark.parametrize("kind", ["XPUB", "DEALER"])
 def test_connections_without_messages_are_accepted_again_and_again(
-    stack: ExitStack, kind: str, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, kind: str
 ) -> None:
-    monkeypatch.setattr(auth, "MAX_UNREAD_BYTES", 1)
-    monkeypatch.setattr(auth, "MIN_CONNECTIONS", 2)
-    monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.5)
-    monkeypatch.setattr(announcements, "ANNOUNCE_SECONDS", 0.05)
-    authenticator = stack.enter_context(closing(wire.Authenticator(None)))
+    limits = wire.ServerLimits(handshake_seconds=0.5, max_unread_bytes=1, min_connections=2)
+    authenticator = stack.enter_context(closing(wire.Authenticator(None, limits)))
     server = stack.enter_context(closing(open_receiver(kind, authenticator)))
     for _ in range(10):
         with (
@@ -465,12 +445,9 @@ def test_connections_without_messages_are_accepted_again_and_again(
             client.disable_monitor()
 
 
-def test_statuses_make_room_for_connections(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auth, "MAX_UNREAD_BYTES", 1)
-    monkeypatch.setattr(auth, "MIN_CONNECTIONS", 2)
-    authenticator = stack.enter_context(closing(wire.Authenticator(None)))
+def test_statuses_make_room_for_connections(stack: ExitStack) -> None:
+    limits = wire.ServerLimits(max_unread_bytes=1, min_connections=2)
+    authenticator = stack.enter_context(closing(wire.Authenticator(None, limits)))
     receiver = wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN, authenticator=authenticator)
     stack.enter_context(closing(receiver))
     for number in range(5):
@@ -485,10 +462,9 @@ def test_statuses_make_room_for_connections(
         eventually(arrives)
 
 
-def test_quota_is_in_messages_of_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "MAX_UNREAD_BYTES", 1000)
-    monkeypatch.setattr(auth, "MIN_CONNECTIONS", 2)
-    quota = auth.ConnectionQuota(queue=3, max_bytes=100)  # ten messages
+def test_quota_is_in_messages_of_the_largest_size() -> None:
+    limits = wire.ServerLimits(max_unread_bytes=1000, min_connections=2)
+    quota = auth.ConnectionQuota(queue=3, max_bytes=100, limits=limits)  # ten messages
     assert [quota.take() for _ in range(4)] == [True, True, True, False]
     for _ in range(2):
         quota.on_message_read()
@@ -497,7 +473,8 @@ def test_quota_is_in_messages_of_the_largest_size(monkeypatch: pytest.MonkeyPatc
     for _ in range(5):  # more than were taken: there is no credit
         quota.on_message_read()
     assert [quota.take() for _ in range(4)] == [True, True, True, False]
-    large = auth.ConnectionQuota(queue=3, max_bytes=900)  # fewer messages than two connections hold
+    # Fewer messages than two connections hold.
+    large = auth.ConnectionQuota(queue=3, max_bytes=900, limits=limits)
     assert [large.take() for _ in range(3)] == [True, True, False]
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from contextlib import ExitStack, closing, suppress
 from time import sleep
+from typing import Any
 
 import pytest
 import zmq
@@ -16,10 +17,9 @@ from sockets import ANYWHERE, DEADLINE, GREETING, eventually, until, unused_addr
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import connection
 from peralta_zmq.wire.auth import GeneratorKeys
 from peralta_zmq.wire.connection import PATIENCE_TRIES, ClientConnection
-from peralta_zmq.wire.sockets import open_socket
+from peralta_zmq.wire.rollout_sockets import open_socket
 
 STATUS = wire.GeneratorStatus(RUN, "ann", INCARNATION)
 
@@ -28,20 +28,20 @@ def open_publisher(stack: ExitStack) -> wire.AnnouncementPublisher:
     return stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
 
 
-def subscriber_to(address: str, stack: ExitStack) -> wire.AnnouncementSubscriber:
-    return stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
+def subscriber_to(address: str, stack: ExitStack, **options: Any) -> wire.AnnouncementSubscriber:
+    return stack.enter_context(closing(wire.AnnouncementSubscriber(address, **options)))
 
 
 def test_announcements_after_a_damaged_length_arrive_on_a_new_connection(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     """libzmq waits for a megabyte that never comes."""
-    monkeypatch.setattr(connection, "SILENT_SECONDS", 1.5)  # announcements are a second apart
+    timing = wire.ConnectionTiming(silent_seconds=1.5)  # announcements are a second apart
     publisher = open_publisher(stack)
     publisher.publish(wire.Announcement(RUN, step=3))
     proxy = stack.enter_context(Proxy(publisher.address))
     proxy.damage = flip = BitFlip(b"\xa6run_id", -6, bit=4)  # in the length before the frame
-    subscriber = subscriber_to(proxy.address, stack)
+    subscriber = subscriber_to(proxy.address, stack, timing=timing)
     assert eventually(lambda: subscriber.receive(timeout=0.1)) == wire.Announcement(RUN, step=3)
     assert flip.done.is_set() and subscriber.connection.num_reconnects >= 1
     assert "reconnecting connection=announcements silent_seconds=" in caplog.text
@@ -50,11 +50,13 @@ def test_announcements_after_a_damaged_length_arrive_on_a_new_connection(
 class StatusLink:
     """A sender of statuses, connected through a proxy to a receiver."""
 
+    TIMING = wire.ConnectionTiming(silent_seconds=0.5, retry_seconds=0.05)
+
     def __init__(self, stack: ExitStack) -> None:
         receiver = wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)
         self._receiver = stack.enter_context(closing(receiver))
         self.proxy = stack.enter_context(Proxy(receiver.address))
-        sender = wire.GeneratorStatusSender(self.proxy.address)
+        sender = wire.GeneratorStatusSender(self.proxy.address, timing=self.TIMING)
         self.sender = stack.enter_context(closing(sender))
 
     def is_received(self) -> bool:
@@ -64,10 +66,7 @@ class StatusLink:
         return bool(self._receiver.receive(timeout=0.05))
 
 
-def test_damaged_status_subscription_is_requested_again(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "SILENT_SECONDS", 0.5)
+def test_damaged_status_subscription_is_requested_again(stack: ExitStack) -> None:
     link = StatusLink(stack)
     link.proxy.damage = flip = BitFlip(b"SUBSCRIBE")
     eventually(link.is_received)
@@ -81,11 +80,7 @@ def test_damaged_status_subscription_is_requested_again(
     assert link.sender.connection.num_reconnects == 3
 
 
-def test_subscription_damaged_after_a_refusal_is_requested_again(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "RETRY_SECONDS", 0.05)
+def test_subscription_damaged_after_a_refusal_is_requested_again(stack: ExitStack) -> None:
     link = StatusLink(stack)
     eventually(link.is_received)
     link.proxy.damage = lambda chunk: chunk.replace(b"NULL", b"OULL")  # in the greeting
@@ -93,7 +88,7 @@ def test_subscription_damaged_after_a_refusal_is_requested_again(
 
     def is_refused() -> bool:
         link.sender.check_due()
-        return link.sender.connection._retry_at < float("inf")
+        return link.sender.connection.retry_at < float("inf")
 
     eventually(is_refused)
     link.proxy.damage = flip = BitFlip(b"SUBSCRIBE")
@@ -140,10 +135,12 @@ class RefusedClient:
     ) -> None:
         keys = GeneratorKeys("ann", zmq.curve_keypair()[1], zmq.curve_keypair()[0])
         self.socket = stack.enter_context(open_socket(zmq.PUSH))
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 20)  # ms
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
+        timing = wire.ConnectionTiming(
+            patience_seconds=patience, retry_seconds=0.02, reconnect_seconds=0.02
+        )
         opened = ClientConnection(
-            self.socket, server.address, keys if has_keys else None, name="", patience=patience
+            self.socket, server.address, keys if has_keys else None, name="", timing=timing
         )
         self.connection = stack.enter_context(closing(opened))
 
@@ -151,15 +148,9 @@ class RefusedClient:
         """Check the connection; returns the failures that it has counted."""
         self.connection.check()
         self.socket.poll(10)
-        return self.connection._failures
+        return self.connection.failures
 
 
-@pytest.fixture
-def short_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "RETRY_SECONDS", 0.02)
-
-
-@pytest.mark.usefixtures("short_retry")
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_damaged_greeting_is_not_the_reason_of_closed_connections(
     stack: ExitStack, has_keys: bool
@@ -177,14 +168,13 @@ def test_damaged_greeting_is_not_the_reason_of_closed_connections(
         eventually(lambda: client.check() and server.num_accepted > num_accepted)
 
 
-@pytest.mark.usefixtures("short_retry")
 def test_refusals_before_and_after_an_outage_are_not_added(stack: ExitStack) -> None:
     server = RefusingServer(stack, MISMATCH)
     client = RefusedClient(stack, server, has_keys=False, patience=0.0)
 
     def count() -> int:
         client.check()
-        return sum(count for count, _ in client.connection._failures.values())
+        return sum(count for count, _ in client.connection.failures.values())
 
     for _ in range(PATIENCE_TRIES):  # two of each, added, would be twice the limit
         server.reply = MISMATCH
@@ -193,7 +183,6 @@ def test_refusals_before_and_after_an_outage_are_not_added(stack: ExitStack) -> 
         eventually(lambda: count() == 0)
 
 
-@pytest.mark.usefixtures("short_retry")
 def test_damaged_handshakes_are_no_refusal(stack: ExitStack) -> None:
     server = RefusingServer(stack, UNKNOWN_COMMAND)
     client = RefusedClient(stack, server, has_keys=False, patience=0.0)

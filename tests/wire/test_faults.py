@@ -40,7 +40,7 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.wire import announcements, generator_status, message_fields
-from peralta_zmq.wire import sockets as wire_sockets
+from peralta_zmq.wire import rollout_sockets as wire_sockets
 from peralta_zmq.wire.auth import generator_keys, make_keys
 from tools.link_proxy import free_ports
 
@@ -53,29 +53,26 @@ def port_of(address: str) -> int:
 
 
 def events_of(end: wire.RolloutReceiver) -> zmq.Socket[bytes]:
-    return end._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    return end.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
 
 # Rows 9 and 10: the network.
 
 
-def test_unread_handshake_failures_block_no_other_socket(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_handshake_failures_block_no_other_socket(stack: ExitStack) -> None:
     """A forwarder to a trainer that is down for minutes; libzmq queues 2,000 events by itself."""
-    monkeypatch.setattr(wire_sockets, "RECONNECT", 1)
+    often = wire.ConnectionTiming(reconnect_seconds=0.001)
     forwarder = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     forwarder.settimeout(DEADLINE)
     address = "tcp://{}:{}".format(*forwarder.getsockname())
-    stack.enter_context(closing(wire.AnnouncementSubscriber(address)))
-    stack.enter_context(closing(wire.GeneratorStatusSender(address)))
-    stack.callback(wire.RolloutSender(address).close, linger_seconds=0)
+    stack.enter_context(closing(wire.AnnouncementSubscriber(address, timing=often)))
+    stack.enter_context(closing(wire.GeneratorStatusSender(address, timing=often)))
+    stack.callback(wire.RolloutSender(address, timing=often).close, linger_seconds=0)
     for _ in range(9000):
         forwarder.accept()[0].close()
-    monkeypatch.undo()
     receiver, sender = pair(stack)
     assert sender.send(numbered(0), timeout=DEADLINE)
-    assert received(receiver).sequence == 0
+    assert received(receiver).group_number == 0
 
 
 def test_subscribers_can_be_opened_and_closed_many_times() -> None:
@@ -99,7 +96,7 @@ def test_interrupted_link_resumes_and_loses_nothing(stack: ExitStack, fault: str
     got: list[int] = []
     last = sent
     for _ in until(60):  # the kernel retries a dead link at growing intervals
-        got += [each.sequence for each in drained(receiver, quiet=0.1)]
+        got += [each.group_number for each in drained(receiver, quiet=0.1)]
         sent += sent == last and sender.send(numbered(last), timeout=0.1)
         if last in got:
             break
@@ -119,10 +116,12 @@ def test_slow_lossy_network_keeps_the_order_and_resends_nothing(stack: ExitStack
             sent += 1
             while not sender.send(frame, timeout=0.01):
                 got += settle_next(receiver, ledger)
+            outbox.mark_sent()
         got += settle_next(receiver, ledger)
         newest = ledger.settled(GROUP.sender)
         outbox.acknowledge(announcement(newest))
-        assert outbox.frames_to_resend() == []
+        outbox.queue_lost()
+        assert outbox.num_resent == 0
     assert got == list(range(len(got))) and len(got) > 10
 
 
@@ -130,15 +129,15 @@ def settle_next(receiver: wire.RolloutReceiver, ledger: Ledger) -> list[int]:
     message = receiver.receive(timeout=0.01)
     if message is None:
         return []
-    ledger.settle(message[0].sender, message[0].sequence, "trained")
-    return [message[0].sequence]
+    ledger.settle(message[0].sender, message[0].group_number, "trained")
+    return [message[0].group_number]
 
 
 def announcement(newest: int) -> wire.Announcement:
-    sequences = {GROUP.sender: newest}
+    received = {GROUP.sender: newest + 1}
     return wire.Announcement(
         GROUP.run_id, incarnation=b"1",
-        received=sequences, durable=sequences, highest_received=sequences,
+        received=received, durable=received, received_end=received,
     )  # fmt: skip
 
 
@@ -152,7 +151,7 @@ def test_memory_is_bounded_with_five_fast_senders(stack: ExitStack) -> None:
     resident, queued = list[int](), 0
     for tries in range(1, 601):
         for sender in senders:
-            frame = wire.encode_group(dataclasses.replace(group, sequence=tries))
+            frame = wire.encode_group(dataclasses.replace(group, group_number=tries))
             queued += sender.send(frame, timeout=0)
         if tries % 20 == 0:
             received(receiver)
@@ -168,12 +167,12 @@ def test_memory_is_bounded_with_five_fast_senders(stack: ExitStack) -> None:
 def test_stalled_trainer_keeps_connections_and_groups(stack: ExitStack, seconds: int) -> None:
     receiver, sender = pair(stack)
     disconnects = stack.enter_context(events_of(receiver))
-    stack.callback(receiver._socket.disable_monitor)
+    stack.callback(receiver.socket.disable_monitor)
     sent = 0
     for _ in until(seconds):
         sent += sender.send(numbered(sent), timeout=0.2)
     assert not disconnects.poll(0)
-    assert [received(receiver).sequence for _ in range(sent)] == list(range(sent))
+    assert [received(receiver).group_number for _ in range(sent)] == list(range(sent))
     assert receiver.receive(timeout=0.5) is None
 
 
@@ -202,7 +201,7 @@ def test_second_trainer_is_refused_and_the_first_continues(stack: ExitStack) -> 
     with pytest.raises(WireError, match=r"in use by pid \d+ .*--wire\.port"):
         receiver_at(receiver.address)
     assert sender.send(numbered(3), timeout=DEADLINE)
-    assert received(receiver).sequence == 3
+    assert received(receiver).group_number == 3
 
 
 # Rows 23 and 26: hostile clients.
@@ -229,15 +228,14 @@ def test_trainer_serves_among_garbage_and_200_slow_clients(stack: ExitStack) -> 
         hostile.sendall(content)
     for number in range(20):
         assert sender.send(numbered(number), timeout=DEADLINE)
-        assert received(receiver).sequence == number
+        assert received(receiver).group_number == number
     assert not receiver.refused
 
 
-def test_connection_without_a_handshake_is_closed(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire_sockets, "HANDSHAKE_SECONDS", 0.2, raising=False)
-    receiver = stack.enter_context(closing(receiver_at()))
+def test_connection_without_a_handshake_is_closed(stack: ExitStack) -> None:
+    limits = wire.ServerLimits(handshake_seconds=0.2)
+    authenticator = stack.enter_context(closing(wire.Authenticator(None, limits)))
+    receiver = stack.enter_context(closing(receiver_at(authenticator=authenticator)))
     opened = socket.create_connection(("127.0.0.1", port_of(receiver.address)))
     send_until_closed(stack.enter_context(closing(opened)), GREETING)
 
@@ -269,7 +267,7 @@ def test_oversize_message_disconnects_its_client_only(stack: ExitStack) -> None:
     send_until_closed(connected(stack, receiver.address, "PUSH"), oversize[:1000])
     for number in range(5):
         assert sender.send(numbered(number), timeout=DEADLINE)
-        assert received(receiver).sequence == number
+        assert received(receiver).group_number == number
     assert not receiver.refused
 
 
@@ -297,7 +295,10 @@ class AttackedPorts:
             known = generator_keys(keys, "bob")
         authenticator = stack.enter_context(closing(wire.Authenticator(keys)))
         address, options = wire_sockets.next_port, {"authenticator": authenticator}
-        self.publisher = wire.AnnouncementPublisher(address(self._address), **options)
+        # The next read of its socket is long after a publication.
+        self.publisher = wire.AnnouncementPublisher(
+            address(self._address), announce_seconds=2 * DEADLINE, **options
+        )
         stack.enter_context(closing(self.publisher))
         self._statuses = wire.GeneratorStatusReceiver(
             address(self._address, 2), run_id=RUN, **options
@@ -336,13 +337,10 @@ def test_oversize_message_closes_its_connection(
 
 
 @pytest.mark.parametrize("port", [ANNOUNCEMENTS, STATUSES])
-def test_unread_messages_of_a_connection_are_bounded(
-    attacked: AttackedPorts, monkeypatch: pytest.MonkeyPatch, port: int
-) -> None:
+def test_unread_messages_of_a_connection_are_bounded(attacked: AttackedPorts, port: int) -> None:
     hostile, sent = attacked.sender_to(port), 0
     hostile.setsockopt(zmq.SNDTIMEO, 500)  # ms
-    monkeypatch.setattr(announcements, "ANNOUNCE_SECONDS", DEADLINE)
-    attacked.publisher.publish(wire.Announcement(RUN))  # the next read is after DEADLINE
+    attacked.publisher.publish(wire.Announcement(RUN))
     with suppress(zmq.Again):
         while sent < 100_000:
             hostile.send(bytes(400))

@@ -21,7 +21,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire import announcements, connection, generator_status, message_fields, probe
 from peralta_zmq.wire.message_fields import pack_with_checksum
-from peralta_zmq.wire.sockets import open_socket, ready
+from peralta_zmq.wire.rollout_sockets import open_socket, ready
 
 msgpack: Any = partly_annotated_msgpack
 STATUS = wire.GeneratorStatus(
@@ -51,7 +51,7 @@ def send_until_received(
 
     def send() -> bool:
         sender.send(status)
-        zmq.select([receiver._socket], [], [], timeout=0.1)
+        zmq.select([receiver.socket], [], [], timeout=0.1)
         return receiver.receive().get(status.sender) == status
 
     eventually(send)
@@ -110,7 +110,7 @@ def test_largest_status_is_accepted_and_a_larger_message_not_queued(
     }
     send_until_received(sender, receiver, dataclasses.replace(STATUS, worker_info=facts))
     bob = dataclasses.asdict(dataclasses.replace(STATUS, generator_id="bob"))
-    sender._socket.send(msgpack.packb({**bob, "added": bytes(generator_status.MAX_STATUS)}))
+    sender.socket.send(msgpack.packb({**bob, "added": bytes(generator_status.MAX_STATUS)}))
     senders: set[str] = set()
 
     def connected_again() -> bool:
@@ -162,21 +162,25 @@ def test_status_is_due_after_a_subscription_and_every_two_seconds(
 
 
 def test_unread_subscription_is_no_silence(
-    receiver: wire.GeneratorStatusReceiver, sender: wire.GeneratorStatusSender
+    receiver: wire.GeneratorStatusReceiver,
+    sender: wire.GeneratorStatusSender,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    eventually(lambda: receiver.receive() or ready(sender._socket, zmq.POLLIN, 0.1))
-    sender._missing_since -= 2 * connection.SILENT_SECONDS  # in which the model was loaded
+    eventually(lambda: receiver.receive() or ready(sender.socket, zmq.POLLIN, 0.1))
+    loaded = time.monotonic() + 2 * connection.SILENT_SECONDS
+    monkeypatch.setattr(generator_status.time, "monotonic", lambda: loaded)
     assert sender.check_due() and sender.connection.num_reconnects == 0
 
 
 def test_end_of_a_subscription_makes_no_status_due(
-    receiver: wire.GeneratorStatusReceiver, sender: wire.GeneratorStatusSender
+    receiver: wire.GeneratorStatusReceiver, stack: ExitStack
 ) -> None:
+    sender = wire.GeneratorStatusSender(receiver.address, status_seconds=2 * DEADLINE)
+    stack.enter_context(closing(sender))
     eventually(lambda: receiver.receive() or sender.check_due())
     sender.send(STATUS)
-    sender._due += DEADLINE  # not due for long
     assert sender.connection.reconnect_if_silent(2 * connection.SILENT_SECONDS)
-    assert ready(sender._socket, zmq.POLLIN, DEADLINE)  # libzmq reports the end
+    assert ready(sender.socket, zmq.POLLIN, DEADLINE)  # libzmq reports the end
     assert not sender.check_due()
 
 

@@ -54,7 +54,7 @@ MIXED = rollout_of_turns([0, 0, 1, 1, 1, 1, 1], [-1, -1, 3, 3, 4, 70_003, 70_003
     "fields",
     [
         {},
-        {"sequence": 2**64 - 1},
+        {"group_number": 2**64 - 1},
         {"problem_id": "π/7", "generator_id": "a" * 128},
         {"sample_index": 5, "evaluation_step": 7},
         {"rollouts": NAMED},
@@ -64,7 +64,7 @@ MIXED = rollout_of_turns([0, 0, 1, 1, 1, 1, 1], [-1, -1, 3, 3, 4, 70_003, 70_003
     ],
     ids=[
         "plain",
-        "sequence",
+        "group_number",
         "unicode",
         "evaluation",
         "named rewards",
@@ -114,7 +114,7 @@ def test_shared_prompt_is_sent_once() -> None:
     step=st.integers(0, 2**31 - 1),
     turns=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3),
     envelope=st.fixed_dictionaries({
-        "sequence": st.integers(0, 2**64 - 1),
+        "group_number": st.integers(0, 2**64 - 1),
         "generator_id": st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,29}", fullmatch=True),
         "incarnation": st.binary(min_size=8, max_size=8),
     }),
@@ -171,7 +171,7 @@ def test_encode_refuses_an_invalid_rollout(rollout: dict[str, Any], reason: str)
 
 
 @pytest.mark.parametrize(
-    "envelope", [{"incarnation": b"short"}, {"min_sequence": 10**6}, {"min_sequence": -1},
+    "envelope", [{"incarnation": b"short"}, {"min_group_number": 10**6}, {"min_group_number": -1},
                  {"sample_index": -1}, {"evaluation_step": 2**31}, {"rollouts": ()},
                  {"problem_id": "surrogate: \ud800"}],
 )  # fmt: skip

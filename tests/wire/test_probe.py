@@ -17,10 +17,10 @@ from sockets import ANYWHERE, DEADLINE, raw_socket, unused_address
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import connection, probe
+from peralta_zmq.wire import probe
 from peralta_zmq.wire.auth import generator_keys, make_keys
 from peralta_zmq.wire.message_fields import pack_with_checksum
-from peralta_zmq.wire.sockets import open_socket
+from peralta_zmq.wire.rollout_sockets import open_socket
 
 REPLY = wire.ProbeReply("demo", run_id="demo-1", worker_info={"python": "3.11", "device": "cpu"})
 
@@ -83,7 +83,7 @@ def test_measure_throughput_waits_for_every_reply(stack: ExitStack) -> None:
     prober = client(stack, server(stack).address)
     assert prober.measure_throughput(seconds=0.1, timeout=DEADLINE) > 1e5  # bytes/s, on loopback
     prober.request("info", timeout=DEADLINE)
-    assert not prober._socket.poll(100), "a reply of the measurement is left over"
+    assert not prober.socket.poll(100), "a reply of the measurement is left over"
 
 
 def test_probe_answers_after_invalid_requests(stack: ExitStack) -> None:
@@ -100,11 +100,8 @@ def test_probe_without_a_server_times_out(stack: ExitStack) -> None:
         client(stack, unused_address()).request("info", timeout=0.3)
 
 
-def test_probe_answers_known_keys_only(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "RETRY_SECONDS", 0.05)
+def test_probe_answers_known_keys_only(stack: ExitStack, tmp_path: Path) -> None:
+    timing = wire.ConnectionTiming(patience_seconds=0.5, retry_seconds=0.05)
     for name in ("trainer", "ann"):
         make_keys(tmp_path, name)
     authenticator = stack.enter_context(closing(wire.Authenticator(tmp_path)))
@@ -112,7 +109,7 @@ def test_probe_answers_known_keys_only(
     known = client(stack, address, keys=generator_keys(tmp_path, "ann"))
     assert known.request("info", timeout=DEADLINE)[0].run == "demo"
     with pytest.raises(WireError, match="no keys"):
-        client(stack, address).request("info", timeout=DEADLINE)
+        client(stack, address, timing=timing).request("info", timeout=DEADLINE)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import sockets as wire_sockets
+from peralta_zmq.wire import rollout_sockets as wire_sockets
 
 
 def test_group_arrives_with_its_frame(stack: ExitStack) -> None:
@@ -61,7 +61,7 @@ def test_receive_waits_up_to_its_timeout(stack: ExitStack) -> None:
     receiver = stack.enter_context(closing(receiver_at()))
     for milliseconds in (3, 1, 1, 3, 0):
         assert receiver.receive(timeout=milliseconds / 1000) is None
-        assert receiver._socket.getsockopt(zmq.RCVTIMEO) == milliseconds
+        assert receiver.socket.getsockopt(zmq.RCVTIMEO) == milliseconds
 
 
 def test_group_with_invalid_rollouts_is_received_without_them(stack: ExitStack) -> None:
@@ -69,7 +69,7 @@ def test_group_with_invalid_rollouts_is_received_without_them(stack: ExitStack) 
     stack.enter_context(closing(receiver))
     raw_socket(stack, receiver.address).send(wire.encode_group(GROUP))
     group = received(receiver)
-    assert (group.sender, group.sequence, len(group.rollouts)) == (GROUP.sender, 5, 0)
+    assert (group.sender, group.group_number, len(group.rollouts)) == (GROUP.sender, 5, 0)
     ((refusal, count),) = receiver.refused.items()
     assert "outside the vocabulary" in refusal and count == 1
 
@@ -156,4 +156,4 @@ def test_sockets_have_the_options_of_the_protocol(stack: ExitStack) -> None:
             largest = wire.GroupLimits(VOCAB_SIZE).max_bytes + wire_sockets.CURVE_BYTES
             options |= {zmq.MAXMSGSIZE: largest, zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60,
                         zmq.TCP_KEEPALIVE_INTVL: 15, zmq.TCP_KEEPALIVE_CNT: 8}  # fmt: skip
-        assert {option: end._socket.getsockopt(option) for option in options} == options
+        assert {option: end.socket.getsockopt(option) for option in options} == options

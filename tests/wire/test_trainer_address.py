@@ -72,16 +72,15 @@ def test_damaged_address_is_not_used(tmp_path: Path, content: bytes) -> None:
 
 
 def test_generator_waits_for_the_first_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(trainer_address, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(trainer_address, "REPORT_SECONDS", 0.05)
+    often = {"poll_seconds": 0.01, "report_seconds": 0.05}
     with pytest.raises(WireError, match=r"no trainer has written its address to .* for 0 s \(weig"):
-        wire.find_trainer("tcp://unused:1", tmp_path, timeout=0.05)
+        wire.find_trainer("tcp://unused:1", tmp_path, timeout=0.05, **often)
     timer = threading.Timer(0.2, write_address, (tmp_path, "node7", 5555))
     timer.start()
-    assert wire.find_trainer("tcp://unused:1", tmp_path).current == "tcp://node7:5555"
+    assert wire.find_trainer("tcp://unused:1", tmp_path, **often).current == "tcp://node7:5555"
     timer.join()
     assert f"waiting for a trainer to write its address to {tmp_path} (0 s)" in caplog.text
     assert wire.find_trainer("tcp://given:1", None).current == "tcp://given:1"
@@ -95,13 +94,12 @@ def test_reason_why_addresses_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_sockets_follow_a_silent_trainer_to_its_next_address(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: ExitStack
 ) -> None:
     """Only a silent trainer's address is read again; the first port is that of the rollouts."""
-    monkeypatch.setattr(trainer_address, "POLL_SECONDS", 0.0)
     publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
     publisher.publish(wire.Announcement(RUN, step=7))
-    trainer = wire.TrainerAddress(unused_address(), RUN, tmp_path)
+    trainer = wire.TrainerAddress(unused_address(), RUN, tmp_path, poll_seconds=0.0)
     gone = wire.next_port(trainer.current)
     announcements = stack.enter_context(closing(wire.AnnouncementSubscriber(gone)))
     trainer.add(announcements.connection, port_offset=1)
@@ -115,15 +113,12 @@ def test_sockets_follow_a_silent_trainer_to_its_next_address(
     assert eventually(lambda: announcements.receive(timeout=0.1)) == wire.Announcement(RUN, step=7)
 
 
-def test_announcements_of_another_run_count_as_silence(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_announcements_of_another_run_count_as_silence(tmp_path: Path, stack: ExitStack) -> None:
     """The port of an old address may belong to the trainer of another run by now."""
-    monkeypatch.setattr(trainer_address, "POLL_SECONDS", 0.0)
     publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
     publisher.publish(wire.Announcement(RUN, step=7))
     port = int(publisher.address.rpartition(":")[2]) - 1
-    trainer = wire.TrainerAddress(f"tcp://127.0.0.1:{port}", "earlier", tmp_path)
+    trainer = wire.TrainerAddress(f"tcp://127.0.0.1:{port}", "earlier", tmp_path, poll_seconds=0.0)
     announcements = stack.enter_context(
         closing(wire.AnnouncementSubscriber(publisher.address, has_run=trainer.has_run))
     )
@@ -137,17 +132,15 @@ def test_announcements_of_another_run_count_as_silence(
 
 
 def test_refusal_at_an_old_address_does_not_end_a_generator(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    tmp_path: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
     """The port may belong to a trainer with other keys by now."""
-    monkeypatch.setattr("peralta_zmq.wire.connection.PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr("peralta_zmq.wire.connection.RETRY_SECONDS", 0.0)
+    timing = wire.ConnectionTiming(patience_seconds=0.0, retry_seconds=0.0)
     for name in (TRAINER, "generator-0"):
         make_keys(tmp_path / "keys", name)
     keys = wire.generator_keys(tmp_path / "keys", "generator-0")
     other = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
-    announcements = wire.AnnouncementSubscriber(other.address, keys=keys)
+    announcements = wire.AnnouncementSubscriber(other.address, keys=keys, timing=timing)
     stack.enter_context(closing(announcements))
     connection = announcements.connection
     wire.TrainerAddress(other.address, RUN, tmp_path).add(connection)

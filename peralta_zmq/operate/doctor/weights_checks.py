@@ -74,7 +74,7 @@ def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
 def check_owner(folder: Path, run: Path, *, is_running: bool) -> Check:
     """Check that the weights belong to the run in folder `run`, and no other trainer publishes.
 
-    If this run's trainer is running (`is_running`), the lease of the folder is that trainer's.
+    If this run's trainer is running (`is_running`), the lock of the folder is that trainer's.
     """
     store = _open_store(str(folder))
     # The run folder has a file RUN.json with the run's id, like a weights folder.
@@ -85,7 +85,7 @@ def check_owner(folder: Path, run: Path, *, is_running: bool) -> Check:
         return Check(False, detail, "choose another folder with weights.dir, or delete this one")
     with tempfile.TemporaryFile(dir=folder) as file:
         now = os.fstat(file.fileno()).st_mtime  # by the clock of the folder's file system
-    holder = None if is_running else store.backend.leases.holder(now)
+    holder = None if is_running else store.backend.locks.holder(now)
     if holder:
         detail = f"another trainer ({holder}) publishes to {folder}"
         remedy = "stop it; if it has already ended, wait 30 s, or choose another weights.dir"

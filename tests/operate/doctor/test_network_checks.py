@@ -17,7 +17,6 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.operate.doctor import network_checks
 from peralta_zmq.operate.doctor.checks import failed_check
 from peralta_zmq.trainer import session
-from peralta_zmq.wire import connection, probe
 from peralta_zmq.wire.auth import make_keys
 from tools.link_proxy import free_ports
 
@@ -190,10 +189,8 @@ def test_missing_keys_on_an_open_address_get_a_remedy(settings: list[str]) -> No
 
 
 def test_wrong_trainer_key_is_refused_with_a_remedy(
-    settings: list[str], tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], tmp_path: Path, stack: ExitStack
 ) -> None:
-    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "RETRY_SECONDS", 0.05)
     for folder in ("here", "there"):
         for name in ("trainer", "ann"):
             make_keys(tmp_path / folder, name)

@@ -105,7 +105,7 @@ def claim(folder: Path) -> WeightStore:
     """Claim the folder for the run demo-1, as a trainer that has ended since."""
     store = WeightStore(LocalBackend(folder))
     store.claim("demo-1")
-    store.backend.leases.release()
+    store.backend.locks.release()
     return store
 
 
@@ -126,12 +126,12 @@ def test_torn_version_fails(tmp_path: Path) -> None:
     assert not check.ok and "no version can be read" in check.detail
 
 
-def write_lease(folder: Path, *, age: float, pid: int = 7, host: str = "elsewhere") -> None:
-    """Write the lease of a trainer on another host."""
-    lease = folder / ".lease-other"
-    lease.write_text(json.dumps({"pid": pid, "host": host, "holder": "demo-1"}))
+def write_lock(folder: Path, *, age: float, pid: int = 7, host: str = "elsewhere") -> None:
+    """Write the lock of a trainer on another host."""
+    lock = folder / ".lock-other"
+    lock.write_text(json.dumps({"pid": pid, "host": host, "holder": "demo-1"}))
     now = time.time() - age
-    os.utime(lease, (now, now))
+    os.utime(lock, (now, now))
 
 
 @pytest.mark.parametrize("denied", ["RUN.json", "step_00000001/STABLE"])
@@ -153,17 +153,17 @@ def test_file_that_cannot_be_read_fails_with_its_reason(
     assert check.detail.startswith(f"{tmp_path} cannot be read: Permission denied; ")
 
 
-def test_lease_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
+def test_lock_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write_lease(tmp_path, age=5)
+    write_lock(tmp_path, age=5)
     check = weights_checks.check_owner(tmp_path, run, is_running=False)
     assert not check.ok
     assert check.detail == f"another trainer (pid 7 on elsewhere) publishes to {tmp_path}"
     assert check.remedy.startswith("stop it; if it has already ended, wait 30 s")
-    assert weights_checks.check_owner(tmp_path, run, is_running=True).ok  # its own lease
-    write_lease(tmp_path, age=60)
+    assert weights_checks.check_owner(tmp_path, run, is_running=True).ok  # its own lock
+    write_lock(tmp_path, age=60)
     assert weights_checks.check_owner(tmp_path, run, is_running=False).ok  # expired
-    assert os.listdir(tmp_path) == [".lease-other"]
+    assert os.listdir(tmp_path) == [".lock-other"]
 
 
 def test_weights_of_another_run_fail(tmp_path: Path) -> None:

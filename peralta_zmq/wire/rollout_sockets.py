@@ -1,9 +1,6 @@
 """ZeroMQ sockets with the protocol's options; sender and receiver of groups.
 
-`hwm` (high-water mark) is the maximum number of messages in a socket's queue. If a process crashes,
-the groups in its sockets' queues are lost. Therefore the generator keeps each group until the
-trainer announces that the group is in the journal on disk (announcements.py), and resends lost
-groups (generator/trainer_connection.py).
+`hwm` (high-water mark) is the maximum number of messages in a socket's queue.
 """
 
 from __future__ import annotations
@@ -20,11 +17,10 @@ import zmq
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import WireError
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, Authenticator, ConnectionQuota, GeneratorKeys
-from peralta_zmq.wire.connection import ClientConnection
-from peralta_zmq.wire.group_rules import GroupLimits
+from peralta_zmq.wire.auth import Authenticator, ConnectionQuota, GeneratorKeys, ServerLimits
+from peralta_zmq.wire.connection import DEFAULT_TIMING, ClientConnection, ConnectionTiming
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
-from peralta_zmq.wire.messages import InvalidGroupError, decode_group
+from peralta_zmq.wire.messages import GroupLimits, InvalidGroupError, decode_group
 
 # Sizes of the kernel's TCP buffers in bytes. The send buffer is small, because `hwm` does not count
 # the groups in it: dozens of groups would wait in a larger buffer and become stale.
@@ -32,9 +28,6 @@ SEND_BUFFER = 16 << 10
 # With a buffer of less than two segments of the loopback device (64 KiB each), TCP often waits
 # 40 ms for an acknowledgement. Then 177 to 5,000 groups per second arrived, with this one 25,000.
 RECEIVE_BUFFER = 128 << 10
-# Milliseconds between two attempts to connect; doubled after each attempt, up to the second value.
-# With a maximum of 5000 a short run could end before the generators received an announcement.
-RECONNECT, RECONNECT_MAX = 100, 1000
 STATUS_HWM = 100  # for messages that may be lost: announcements, generator status, probes
 CURVE_BYTES = 33  # that encryption adds to a message
 MAX_REASONS = 100  # distinct reasons of refusals counted; a hostile sender must not fill the memory
@@ -55,7 +48,7 @@ def open_socket(
     for option, value in (
         (zmq.LINGER, 0), (zmq.IMMEDIATE, 0), (zmq.SNDHWM, hwm), (zmq.RCVHWM, hwm),
         (zmq.SNDBUF, SEND_BUFFER), (zmq.RCVBUF, RECEIVE_BUFFER), (zmq.MAXMSGSIZE, max_bytes),
-        (zmq.RECONNECT_IVL, RECONNECT), (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX),
+        (zmq.RECONNECT_IVL_MAX, 1000),  # ms
     ):  # fmt: skip
         opened.setsockopt(option, value)
     return opened
@@ -71,21 +64,20 @@ def open_server(
 ) -> tuple[zmq.Socket[bytes], str, ConnectionQuota]:
     """Open a socket and bind it to `address`; returns socket, bound address and quota.
 
-    With an authenticator, the socket accepts only clients that the authenticator accepts, within
-    the quota; tell the quota of each message that is read. Raises WireError if the bind fails; for
-    a port in use, the error names the process that listens there.
+    The caller tells the quota of each message that it reads. Raises WireError if the bind fails.
     """
     server = open_socket(kind, hwm=hwm, max_bytes=max_bytes)
+    limits = authenticator.limits if authenticator is not None else ServerLimits()
     # TCP keepalive (in seconds) detects dead peers; ZeroMQ heartbeats would disconnect busy peers.
     # HANDSHAKE_IVL (in ms) closes connections on which a client does not complete the handshake.
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 60),
         (zmq.TCP_KEEPALIVE_INTVL, 15), (zmq.TCP_KEEPALIVE_CNT, 8),
-        (zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000)), (zmq.IPV6, int("[" in address)),
+        (zmq.HANDSHAKE_IVL, int(limits.handshake_seconds * 1000)), (zmq.IPV6, int("[" in address)),
     ):  # fmt: skip
         server.setsockopt(option, value)
     # Besides the queue, libzmq holds one message that it has read from the connection.
-    quota = ConnectionQuota(queue=hwm + 1, max_bytes=max_bytes)
+    quota = ConnectionQuota(queue=hwm + 1, max_bytes=max_bytes, limits=limits)
     if authenticator is not None:
         authenticator.protect(server, quota)
     try:
@@ -118,7 +110,6 @@ def next_port(address: str, by: int = 1) -> str:
 
 
 def port_in_use_message(port: int) -> str:
-    """Error text for a local port in use; names the process that listens, if known."""
     return (
         f"port {port} is in use by {_listener_of(port)}; "
         "stop it, or choose another with --wire.port"
@@ -126,10 +117,7 @@ def port_in_use_message(port: int) -> str:
 
 
 def _listener_of(port: int) -> str:
-    """The process that listens on a local port, as 'pid 123 (python bin/trainer)'.
-
-    'another process' if the operating system does not show that process to this user.
-    """
+    """The process that listens on a local port, as 'pid 123 (python bin/trainer)', if shown."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             pid = connection.pid
@@ -144,41 +132,45 @@ def _listener_of(port: int) -> str:
 
 
 class _Timeout:
-    """A socket's SNDTIMEO or RCVTIMEO.
-
-    `set` changes the option only for a new value: changing it takes as long as a receive.
-    """
+    """A socket's SNDTIMEO or RCVTIMEO; changing the option takes as long as a receive."""
 
     def __init__(self, opened: zmq.Socket[bytes], option: int) -> None:
-        self._socket = opened
+        self.socket = opened
         self._option = option
         self._seconds = -1.0
 
     def set(self, seconds: float) -> None:
-        """Make the socket's sends or receives raise zmq.Again after waiting for `seconds`."""
         if seconds != self._seconds:
-            self._socket.setsockopt(self._option, int(seconds * 1000))
+            self.socket.setsockopt(self._option, int(seconds * 1000))
             self._seconds = seconds
 
 
 class RolloutSender:
     """A generator's PUSH socket for encoded groups. Use with `closing`."""
 
-    def __init__(self, address: str, *, hwm: int = 1, keys: GeneratorKeys | None = None) -> None:
-        self._socket = open_socket(zmq.PUSH, hwm=hwm)
-        self._timeout = _Timeout(self._socket, zmq.SNDTIMEO)
-        self.connection = ClientConnection(self._socket, address, keys, name="rollouts")
+    def __init__(
+        self,
+        address: str,
+        *,
+        hwm: int = 1,
+        keys: GeneratorKeys | None = None,
+        timing: ConnectionTiming = DEFAULT_TIMING,
+    ) -> None:
+        self.socket = open_socket(zmq.PUSH, hwm=hwm)
+        self._timeout = _Timeout(self.socket, zmq.SNDTIMEO)
+        self.connection = ClientConnection(
+            self.socket, address, keys, name="rollouts", timing=timing
+        )
 
     def send(self, frame: bytes, *, timeout: float) -> bool:
         """Queue one encoded group; False if the queue stays full for `timeout` seconds.
 
-        With a timeout of 0, the result can be False although the queue has just become free. Raises
-        WireError if the trainer refuses the connection.
+        Raises WireError if the trainer refuses the connection.
         """
         failpoint("wire.send")  # where a test can kill the process
         self._timeout.set(timeout)
         try:
-            self._socket.send(frame)
+            self.socket.send(frame)
         except zmq.Again:
             self.connection.check()
             return False
@@ -187,16 +179,15 @@ class RolloutSender:
     def close(self, linger_seconds: float = 2.0) -> None:
         """Close after sending queued groups for up to `linger_seconds`."""
         self.connection.close()
-        self._socket.close(linger=int(linger_seconds * 1000))
+        self.socket.close(linger=int(linger_seconds * 1000))
 
 
 class RolloutReceiver:
-    """Binds the trainer's PULL socket and receives the groups of one run.
+    """Binds the trainer's PULL socket and receives the groups of one run. Use with `closing`.
 
-    Invalid messages are counted in `refused`, logged once per reason and not returned (`receive`
-    has an exception). libzmq closes a connection on a message of more than `limits.max_bytes`. If
-    the authenticator has keys, a group is also invalid if its generator_id differs from the name of
-    the sender's CURVE key. Use with `closing`.
+    Invalid messages are counted in `refused` and logged once per reason: also those under another
+    name than that of the sender's CURVE key. libzmq closes a connection on a message of more than
+    `limits.max_bytes`.
     """
 
     def __init__(
@@ -212,21 +203,20 @@ class RolloutReceiver:
         self._run_id = run_id
         self._limits = limits
         self._has_keys = authenticator is not None and authenticator.has_keys
-        self._socket, self.address, self._quota = open_server(
+        self.socket, self.address, self._quota = open_server(
             zmq.PULL, address, authenticator, hwm=hwm, max_bytes=limits.max_bytes + CURVE_BYTES
         )
-        self._timeout = _Timeout(self._socket, zmq.RCVTIMEO)
+        self._timeout = _Timeout(self.socket, zmq.RCVTIMEO)
 
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
-        """The next group and its frame; None after a timeout or an invalid message.
+        """The next group and its frame; None after `timeout` seconds or an invalid message.
 
-        Waits up to `timeout` seconds. If only the rollouts of a group are invalid, returns the
-        group without rollouts, so that the trainer can count the group as dropped.
+        If only the rollouts are invalid, returns the group without them, to be counted as dropped.
         """
         self._timeout.set(timeout)  # twice as fast as to poll and then receive
         try:
             # With copy=False the result is a Frame, whose `more` needs no system call.
-            first = self._socket.recv(copy=False)
+            first = self.socket.recv(copy=False)
         except zmq.Again:
             self._quota.on_socket_empty()
             return None
@@ -234,7 +224,7 @@ class RolloutReceiver:
         last = first
         count = 1
         while last.more:  # a valid message has one frame; read all frames of an invalid one
-            last = self._socket.recv(copy=False)
+            last = self.socket.recv(copy=False)
             count = count + 1
         failpoint("wire.receive")
         try:
@@ -254,13 +244,10 @@ class RolloutReceiver:
 
     def close(self) -> None:
         """Close at once; queued groups are lost."""
-        self._socket.close(linger=0)
+        self.socket.close(linger=0)
 
     def _check_message(self, first: zmq.Frame, count: int) -> tuple[RolloutGroup, bytes]:
-        """Decode and check a message of `count` frames; returns the group and its frame.
-
-        Raises WireError unless the message is a group of the run.
-        """
+        """Decode and check a message of `count` frames. Raises WireError."""
         if count > 1:
             raise WireError(f"{count} frames instead of one")
         frame = first.bytes

@@ -1,4 +1,4 @@
-"""Sample leases with real programs: generators join, die and restart, and the trainer restarts."""
+"""Sample ranges with real programs: generators join, die and restart, and the trainer restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample leases: random joins, deaths, restarts and lost messages."""
+"""Sample ranges: random joins, deaths, restarts and lost messages."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peralta_zmq import wire
-from peralta_zmq.generator.samples import HeldLeases
+from peralta_zmq.generator.trainer_connection import HeldRanges
 from peralta_zmq.trainer.generator_registry import Sender
-from peralta_zmq.trainer.sample_leases import MAX_SAMPLES_AHEAD, SampleLeases
+from peralta_zmq.trainer.sample_ranges import MAX_SAMPLES_AHEAD, SampleRanges
 
-LEASE = 5  # samples
+NUM_SAMPLES = 5  # samples
 
 
 class Run:
     """A trainer and up to three generators whose messages arrive late or never."""
 
     def __init__(self) -> None:
-        self.leases, self.journaled = SampleLeases(), 0
+        self.sample_ranges, self.journaled = SampleRanges(), 0
         self.known: dict[str, Sender] = {}  # by the trainer
-        self.held: dict[str, HeldLeases] = {}  # by sender
+        self.held: dict[str, HeldRanges] = {}  # by sender
         self.senders = ["", "", ""]  # the newest start of each generator; "": not running
         self.drawn: list[int] = []
         self.num_starts, self.num_trainers = 0, 1
@@ -34,7 +34,7 @@ class Run:
         self.num_starts += 1
         status = wire.GeneratorStatus("run", f"g{number}", bytes([self.num_starts]) * 8)
         self.senders[number] = status.sender
-        self.held[status.sender], self.announcements[status.sender] = HeldLeases(), deque()
+        self.held[status.sender], self.announcements[status.sender] = HeldRanges(), deque()
 
     def kill(self, number: int) -> None:
         self.senders[number] = ""
@@ -51,14 +51,14 @@ class Run:
             self.statuses.append(
                 wire.GeneratorStatus(
                     "run", name, bytes.fromhex(incarnation),
-                    needs_lease=held.needs_lease, next_sample_index=held.next_index,
+                    needs_range=held.needs_range, next_sample_index=held.next_index,
                 )
             )  # fmt: skip
 
     def grant(self, _: int) -> None:
-        """Receive the oldest status; a lease is in the journal when this returns."""
+        """Receive the oldest status; a range is in the journal when this returns."""
         self._receive_status()
-        self.journaled = self.leases.next_index
+        self.journaled = self.sample_ranges.next_index
 
     def die_before_the_commit(self, number: int) -> None:
         self._receive_status()
@@ -69,11 +69,11 @@ class Run:
             status = self.statuses.popleft()
             sender = self.known.setdefault(status.sender, Sender(status.sender))
             sender.status = status
-            self.leases.grant(self.leases.requests([sender]), LEASE)
+            self.sample_ranges.grant(self.sample_ranges.requests([sender]), NUM_SAMPLES)
 
     def restart_trainer(self, _: int) -> None:
-        self.leases = SampleLeases()
-        self.leases.next_index = self.journaled
+        self.sample_ranges = SampleRanges()
+        self.sample_ranges.next_index = self.journaled
         self.known = {}
         self.num_trainers += 1
 
@@ -83,8 +83,8 @@ class Run:
 
     def announce(self, _: int) -> None:
         for sender in self.known.values():
-            if sender.lease and sender.id in self.senders:  # live
-                self.announcements[sender.id].append(sender.lease)
+            if sender.sample_range and sender.id in self.senders:  # live
+                self.announcements[sender.id].append(sender.sample_range)
 
     def receive_announcement(self, number: int) -> None:
         sender = self.senders[number]
@@ -120,30 +120,30 @@ def test_no_sample_is_drawn_twice_and_few_are_skipped(operations: list[tuple[str
                 getattr(run, operation)(number)
     assert len(set(run.drawn)) == len(run.drawn) == num_drawn + len(living)  # all continue
 
-    # What is neither drawn nor held is skipped: two leases for each death of a generator, and for
-    # each death of the trainer one lease of each generator, which it has not received.
-    held = sum(len(lease) for name in living for lease in run.held[run.senders[name]]._leases)
-    num_skipped = run.leases.next_index - len(run.drawn) - held
+    # What is neither drawn nor held is skipped: two ranges for each death of a generator, and for
+    # each death of the trainer one range of each generator, which it has not received.
+    held = sum(run.held[run.senders[name]].num_left for name in living)
+    num_skipped = run.sample_ranges.next_index - len(run.drawn) - held
     deaths = run.num_starts - len(living)
-    assert num_skipped <= LEASE * (2 * deaths + 3 * (run.num_trainers - 1))
+    assert num_skipped <= NUM_SAMPLES * (2 * deaths + 3 * (run.num_trainers - 1))
 
 
 def sender_with(status: wire.GeneratorStatus) -> Sender:
     return Sender(status.sender, status=status)
 
 
-def test_samples_that_were_drawn_without_a_lease_are_not_leased() -> None:
-    leases = SampleLeases()
+def test_samples_that_were_drawn_without_a_range_are_not_granted() -> None:
+    sample_ranges = SampleRanges()
     ann = sender_with(wire.GeneratorStatus("run", "ann", bytes(8), next_sample_index=7))
-    bob = sender_with(wire.GeneratorStatus("run", "bob", bytes(8), needs_lease=True))
-    assert leases.requests([ann, bob]) == [bob]
-    leases.grant([bob], 3)
-    assert (ann.lease, bob.lease) == (range(0), range(7, 10))
-    leases.advance(10 + MAX_SAMPLES_AHEAD + 1)
-    assert leases.next_index == 10
+    bob = sender_with(wire.GeneratorStatus("run", "bob", bytes(8), needs_range=True))
+    assert sample_ranges.requests([ann, bob]) == [bob]
+    sample_ranges.grant([bob], 3)
+    assert (ann.sample_range, bob.sample_range) == (range(0), range(7, 10))
+    sample_ranges.advance(10 + MAX_SAMPLES_AHEAD + 1)
+    assert sample_ranges.next_index == 10
 
 
-def test_status_that_needs_no_lease_gets_none() -> None:
-    leases = SampleLeases()
-    assert leases.requests([sender_with(wire.GeneratorStatus("run", "ann", bytes(8)))]) == []
-    assert leases.next_index == 0
+def test_status_that_needs_no_range_gets_none() -> None:
+    sample_ranges = SampleRanges()
+    assert sample_ranges.requests([sender_with(wire.GeneratorStatus("run", "ann", bytes(8)))]) == []
+    assert sample_ranges.next_index == 0

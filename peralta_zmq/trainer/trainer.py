@@ -1,8 +1,6 @@
 """The trainer's main loop: collect a batch, take a training step, publish weights.
 
-The trainer writes every group to a journal, a write-ahead log, before it publishes the step that
-uses the group. So after a kill the next start loses no group and trains no group twice (see
-recovery.py).
+Every group is in the journal before the step that uses it is published: see recovery.py.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from peralta_zmq.learning.step_metrics import (
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import CUT_OFF, RolloutGroup
-from peralta_zmq.trainer import evaluation, fork, policy, session, sockets
+from peralta_zmq.trainer import evaluation, fork, policy, session
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.early_stop import EarlyStop
@@ -49,11 +47,9 @@ NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
 def run(config: Config) -> None:
     """Train to `train.max_steps`; continue an earlier session of the run.
 
-    A session is one start of the trainer. Under torchrun this process is one of several ranks: rank
-    0 is the trainer, the other ranks compute their share of each step. Raises ConfigError,
-    TaskError, WireError, StoreError or JournalError, before anything is written, if a setting, a
-    file, a port or a folder cannot be used. Raises OutOfMemoryError at any time, and TrainingError,
-    after the run is saved, if a limit of [early_stop] is exceeded.
+    Under torchrun this process is one of several ranks: rank 0 is the trainer. Raises ConfigError,
+    TaskError, WireError, StoreError or JournalError before anything is written; OutOfMemoryError at
+    any time; TrainingError, after the run is saved, if a limit of [early_stop] is exceeded.
     """
     fitted = fitted_settings.FittedConfig(config, {})
     if is_leader():  # the other ranks get its settings
@@ -103,8 +99,8 @@ class Trainer:
         self._forked = fork.fork_if_new(config, self.policy, stop)
         worker_info = self.policy.worker_info
         limits = policy.group_limits(config, self.policy.model)
-        authenticator = sockets.open_authenticator(config, stack, stop, is_new=identity.is_new)
-        receiver, status_receiver, announcer, address_file = sockets.open_sockets(
+        authenticator = session.open_authenticator(config, stack, stop, is_new=identity.is_new)
+        receiver, status_receiver, announcer, address_file = session.open_sockets(
             config, stack, run_id, limits, worker_info, train.digest, authenticator
         )
         store = policy.open_store(config)
@@ -118,7 +114,9 @@ class Trainer:
         self.session = session.Session(config, run_id, run_log, announcer, address_file, stop)
         self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)
         self.generators = GeneratorRegistry(status_receiver, run_log, worker_info)
-        self.evaluations = evaluation.EvaluationCoordinator(self.session, held_out, self.policy)
+        self.evaluations = evaluation.EvaluationCoordinator(
+            self.session, held_out, self.policy, self.generators
+        )
         self.collector = BatchCollector(
             self.session, receiver, journal, self.generators, pools, self.evaluations
         )
@@ -132,7 +130,6 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Number of training steps taken in the run."""
         return self.policy.learner.step
 
     @property
@@ -150,11 +147,15 @@ class Trainer:
             self.collector,
             self.checkpoints,
             self.publishing,
-            train_again=self.train_again,
             forked=self._forked,
         )
+        recovery.restore_checkpoint()
+        for groups, update in recovery.journaled_steps():
+            self.policy.learner.add(groups)
+            result = self.finish_step(repeated=update)
+            self.record(result, step_time=0.0)
         config = self.session.config.eval
-        if recovery.run() and self.session.run_log.resuming and not config.skip_eval_on_resume:
+        if recovery.finish() and self.session.run_log.resuming and not config.skip_eval_on_resume:
             self.evaluations.request(self.step)
 
     def describe(self, reasons: Mapping[str, str]) -> None:
@@ -177,28 +178,21 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Evaluate the newest weights together with the generators; False after a stop request."""
-        return self.evaluations.evaluate(
-            self.step,
-            meanwhile=self._receive_answers,
-            has_generators=lambda: bool(self.generators.live()),
-        )
-
-    def _receive_answers(self) -> None:
-        """Receive answers of generators, and grant leases, so that they begin to sample."""
-        self.collector.receive_answers(self.step + 1)
+        for _ in self.evaluations.evaluate(self.step):
+            self.collector.receive_answers(self.step + 1)
+        return self.evaluations.is_recorded(self.step)
 
     def advance(self) -> None:
-        """Take one training step: collect, learn, publish, record, write a checkpoint.
-
-        Returns without a step if a stop is requested.
-        """
+        """Take one training step; returns without one if a stop is requested."""
         config = self.session.config
         collector = self.collector
         learner = self.policy.learner
         started = time.monotonic()
         update = replace(learner.next_update, arithmetic=self.policy.arithmetic)
         for groups in collector.groups(self.step + 1, update):
-            learner.add(groups)  # computes the micro-batches that they fill
+            learner.add(groups)
+            while learner.compute():  # a micro-batch that they fill
+                collector.serve(self.step + 1)
             self._maintain(is_idle=not groups)
         if collector.started_step <= self.step:  # a stop is requested
             return
@@ -225,7 +219,6 @@ class Trainer:
             self.early_stop.update(self.step, result.metrics)
 
     def _maintain(self, *, is_idle: bool) -> None:
-        """Publish and report while groups are collected; `is_idle`: none arrives."""
         if is_idle:
             self.session.check_address()
         self.publishing.record_reports()
@@ -237,8 +230,8 @@ class Trainer:
     def finish_step(self, *, repeated: UpdateSettings | None = None) -> StepResult:
         """Take the next training step on the groups that the learner has.
 
-        Returns when they are in the journal. `repeated` is not None if an earlier session took this
-        step: see `Learner.finish_step`.
+        The journal has them then. `repeated` is not None if an earlier session took this step: see
+        `Learner.finish_step`.
         """
         run_log = self.session.run_log
         result = self.policy.learner.finish_step(repeated=repeated)
@@ -250,16 +243,20 @@ class Trainer:
             run_log.note(f"step {self.step} skipped: {reason}")
         if result.excluded:
             run_log.event("exclude", step=self.step, groups=result.excluded)
-            run_log.note(_excluded_text(self.step, result.excluded))
+            names = ", ".join(f"{name} ({why})" for name, why in result.excluded.items())
+            run_log.note(
+                f"step {self.step} left out {len(result.excluded)} groups: "
+                f"{textwrap.shorten(names, 200)}; check the generators that sent them"
+            )
         self.checkpoints.update_progress()
         self.mismatch.record(result.mismatch)
         return result
 
     @property
     def _is_publish_due(self) -> bool:
-        """True if the weights of the newest step are due to be published.
+        """Whether to publish the newest step.
 
-        Generators evaluate a step only with its weights or newer ones.
+        Generators evaluate a step only with its weights or newer.
         """
         config = self.session.config
         step = self.step
@@ -299,7 +296,6 @@ class Trainer:
     def _samples(
         self, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
     ) -> list[dict[str, object]]:
-        """Rows of samples.jsonl: the groups of the batch, then those dropped meanwhile."""
         tokenizer = self.policy.tokenizer
         batch = [
             _sample(self.step, group, "trained" if group.has_signal else "no_signal", tokenizer)
@@ -317,17 +313,10 @@ class Trainer:
             return random.Random(f"{config.run.seed}/{self.step}").randrange(len(groups))
         return rewards.index(max(rewards) if config.log.samples == "best" else min(rewards))
 
-    def train_again(self, groups: Sequence[RolloutGroup], repeated: UpdateSettings) -> None:
-        """Repeat a step of an earlier session with the step's groups from the journal."""
-        self.policy.learner.add(groups)
-        result = self.finish_step(repeated=repeated)
-        self.record(result, step_time=0.0)
-
     def finish(self) -> None:
-        """Write a checkpoint; if the run is complete, evaluate and close it.
+        """Write a checkpoint.
 
-        A run is complete when the version of its last step is published. If the run is not
-        complete, or a stop is requested during the evaluation, reports how to resume the run.
+        If the version of the last step is published, evaluate and close the run.
         """
         step = self.step
         run_log = self.session.run_log
@@ -354,7 +343,6 @@ class Trainer:
         self.session.wait_out(self._close_run)
 
     def _close_run(self) -> None:
-        """Write the summary and the report of a complete run. Raises OSError."""
         config = self.session.config
         store = self.publishing.store
         folder = policy.final_weights(config, self.policy, store)
@@ -397,19 +385,9 @@ class NoSignalWarning:
         )
 
 
-def _excluded_text(step: int, excluded: Mapping[str, str]) -> str:
-    """Text that names groups which a step left out, shortened to 200 characters."""
-    groups = textwrap.shorten(", ".join(f"{n} ({why})" for n, why in excluded.items()), 200)
-    return (
-        f"step {step} left out {len(excluded)} groups: {groups}; "
-        "check the generators that sent them"
-    )
-
-
 def _sample(
     step: int, group: RolloutGroup, outcome: str, tokenizer: models.Tokenizer
 ) -> dict[str, object]:
-    """Row of samples.jsonl for a group with this outcome, without its advantages."""
     first = group.rollouts[0]
     prompt_ids = first.token_ids[: int(first.loss_mask.argmax())]  # before the first sampled token
     return {
@@ -430,10 +408,9 @@ def _sample(
 
 
 def _open_pools(config: Config, train: Environments) -> DifficultyPools:
-    """Create the pools, which exclude too easy and too hard training problems.
+    """Create the difficulty pools.
 
-    Raises ConfigError for too many problems: the trainer's announcement has a bit for each problem,
-    and its size is limited.
+    Raises ConfigError for more problems than bits in an announcement.
     """
     curriculum = config.curriculum
     pools = DifficultyPools(

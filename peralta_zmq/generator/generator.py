@@ -1,0 +1,252 @@
+"""The generator: sample completions, score them, send them to the trainer.
+
+A restarted generator continues from the weights and the trainer's announcements alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+from contextlib import ExitStack, closing
+
+from peralta_zmq import build, models, registry, wire
+from peralta_zmq.addresses import with_port
+from peralta_zmq.build import dry_run
+from peralta_zmq.config import Config
+from peralta_zmq.engines import Sampler
+from peralta_zmq.environments.dataset import Environments
+from peralta_zmq.errors import EngineError, EngineProcessError, OutOfMemoryError
+from peralta_zmq.generator import serving
+from peralta_zmq.generator.evaluation_groups import EvaluationGroups
+from peralta_zmq.generator.scoring import ScoringQueue
+from peralta_zmq.generator.serving.chats import ChatQueue
+from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
+from peralta_zmq.generator.training_groups import TrainingGroups
+from peralta_zmq.generator.weight_sync import (
+    ServedWeights,
+    SettingsChangedError,
+    open_engine,
+    open_subscriber,
+)
+from peralta_zmq.observe.terminal import WaitReport
+
+MAX_ENGINE_FAILURES = 3  # of the engine's process without a group in between
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config) -> None:
+    """Sample, score and send groups until the trainer announces the end of the run.
+
+    After a failed allocation it starts again with half the slots, and with the settings of another
+    run when the weights belong to it; both give up the groups in flight. Raises ConfigError,
+    StoreError (no weights in time), TaskError (unusable problems), WireError (the trainer refuses
+    the keys) and OutOfMemoryError (with one slot).
+    """
+    while True:
+        try:
+            with build.memory_errors(config, "generator"):
+                return run_once(config)
+        except SettingsChangedError as change:
+            logger.info("starting again: %s", change)
+        except OutOfMemoryError as error:
+            if (slots := config.engine.slots // 2) == 0:
+                raise
+            logger.warning("%s; continuing with engine.slots=%d", error, slots)
+            engine = config.engine.model_copy(update={"slots": slots})
+            config = config.model_copy(update={"engine": engine})
+        gc.collect()  # of the engine, which the traceback of the error referred to
+
+
+def run_once(config: Config) -> None:
+    """As `run`, but a failed allocation ends it with the error of the library."""
+    build.choose_engine(config)  # refuses settings before it waits for weights
+    serving.check_settings(config)
+    models.keep_memory()  # freed memory stays in the process, for the next step
+    threads = models.use_threads(config.generator.num_workers)
+    device = models.choose_device(config.model.device)
+    worker_info = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
+    name = config.generator.full_name
+    address = f"tcp://{with_port(config.wire.host, config.wire.port)}"
+    keys_folder = config.keys_folder
+    keys = wire.generator_keys(keys_folder, name) if keys_folder else None
+    incarnation = os.urandom(8)  # identifies this start of the generator
+    with ExitStack() as stack:
+        environments = stack.enter_context(closing(build.open_environments(config, "train")))
+        timeout = config.weights.wait_for_weights_timeout
+        waiting = WaitReport(logger.info)
+        trainer = wire.find_trainer(
+            address, config.address_folder, timeout=timeout, report=waiting.show
+        )
+        waiting.hide()
+        # Rollouts go to the first port; announcements and statuses use the next two ports.
+        announcements = wire.AnnouncementSubscriber(
+            wire.next_port(trainer.current), keys=keys, has_run=trainer.has_run
+        )
+        stack.enter_context(closing(announcements))
+        subscriber = stack.enter_context(closing(open_subscriber(config, name)))
+        statuses = wire.GeneratorStatusSender(wire.next_port(trainer.current, 2), keys=keys)
+        stack.enter_context(closing(statuses))
+        trainer.add(announcements.connection, port_offset=1)
+        trainer.add(statuses.connection, port_offset=2)
+
+        def report_store(run_id: str) -> None:
+            """Report in a status that a keyframe is needed, or why no version can be read."""
+            if statuses.check_due():
+                status = wire.GeneratorStatus(
+                    run_id, name, incarnation, store_error=subscriber.store_error,
+                    wants_keyframe=subscriber.wants_keyframe, worker_info=worker_info,
+                )  # fmt: skip
+                statuses.send(status)
+
+        fitted, version, engine, tokenizer = open_engine(
+            config, subscriber, announcements, trainer, report_store
+        )
+        if fitted != config:  # reward functions may depend on lengths
+            config = fitted
+            environments = build.open_environments(config, "train")
+            stack.enter_context(closing(environments))
+        logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
+        chats = serving.serve_chats(config, engine, tokenizer, stack)
+        reader = dry_run.PromptReader.of(config, tokenizer)
+        environments = dry_run.usable_environments(config, environments, "train", reader)
+        rollouts = wire.RolloutSender(trainer.current, hwm=config.wire.hwm, keys=keys)
+        stack.enter_context(closing(rollouts))
+        trainer.add(rollouts.connection)
+        weights = ServedWeights(
+            subscriber, version, between_groups=config.weights.update == "between_groups"
+        )
+        connection = TrainerConnection(
+            Sockets(announcements, rollouts, statuses, trainer),
+            weights,
+            name=name,
+            incarnation=incarnation,
+            worker_info=worker_info,
+            outbox_limit=outbox_limit(config),
+            max_steps=config.train.max_steps,
+        )
+        Generator(config, engine, reader, environments, weights, connection, chats).run()
+
+
+def outbox_limit(config: Config) -> int:
+    """Maximum number of groups to keep for a trainer that does not acknowledge them.
+
+    Enough for all training steps that could still consume the groups.
+    """
+    steps = (config.train.max_async_level + 1) * config.weights.interval + 1
+    groups = steps * config.groups_per_step * config.curriculum.oversampling_factor
+    return max(64, math.ceil(groups))
+
+
+class Generator:
+    """Samples, scores and sends groups for the problems of a run, until the run ends."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: registry.Engine,
+        reader: dry_run.PromptReader,
+        environments: Environments,
+        weights: ServedWeights,
+        link: TrainerConnection,
+        chats: ChatQueue,
+    ) -> None:
+        self._engine = engine
+        self._weights = weights
+        self._link = link
+        self._chats = chats
+        self._sampler = Sampler(engine, reader.tokenizer, max_turns=config.task.max_turns)
+        self._rewards = ScoringQueue(weights, link)
+        self._training = TrainingGroups(config, environments, weights, link, self._rewards)
+        self._evaluation = EvaluationGroups(
+            config, reader, self._training, weights, link, self._rewards
+        )
+        self._keeps_weights = config.weights.update == "between_groups"  # within a group
+        self._num_engine_failures = 0  # of the engine's process since the last finished group
+
+    def run(self) -> None:
+        """Make training groups and announced evaluations until the run is complete."""
+        link = self._link
+        sampler = self._sampler
+        rewards = self._rewards
+        try:
+            while not link.is_run_complete:
+                try:
+                    self._apply_due()
+                    if self._weights.are_applied:
+                        for source in (self._evaluation, self._training, self._chats):
+                            source.submit_due(sampler)
+                    is_idle = not sampler.num_in_flight
+                    ended = sampler.advance()
+                except EngineError as error:
+                    self._recover(error)
+                    continue
+                self._chats.complete(ended)
+                if groups := self._training.take(ended) + self._evaluation.take(ended):
+                    self._num_engine_failures = 0
+                    rewards.add(groups)
+                link.num_resumed = sampler.num_resumed
+                for group in rewards.finished():
+                    link.send(group)
+                can_start = self._weights.are_applied and not rewards
+                timeout = 0.002 if is_idle else 0.0  # longest wait for an announcement
+                link.exchange(timeout=timeout, is_idle=is_idle and can_start)
+        finally:  # a thread of engine hf would keep the model for the next start
+            self._evaluation.drop(sampler)
+            self._training.drop(sampler)
+        link.send_status(last=True)
+        logger.info("run complete: groups=%d", link.outbox.next_group_number)
+
+    def _apply_due(self) -> None:
+        """Apply newer weights if there are any; an evaluation keeps those that it began with.
+
+        Drops the groups in flight if they are useless with the new weights.
+        """
+        if self._evaluation.is_running:
+            return
+        num_in_flight = len(self._training.groups)
+        obsolete = self._weights.apply_due(self._engine, num_in_flight=num_in_flight)
+        if obsolete is None:
+            return
+        if obsolete.is_new_run:
+            self._link.start_run()
+            self._training.start_run()
+        if not obsolete.is_rejection:
+            self._evaluation.repeat()
+            self._rewards.discard()
+        self._training.drop(self._sampler)
+        self._chats.interrupt(self._sampler)
+        logger.info("dropped groups in flight: %s", obsolete.reason)
+
+    def _recover(self, error: EngineError) -> None:
+        """Let the engine get weights again.
+
+        Weights with non-finite logits are quarantined, and the groups in flight dropped. An engine
+        whose process failed gets the newest weights again, and resumes the training groups, except
+        those of an earlier failure: they may be the cause. The MAX_ENGINE_FAILURES-th failure
+        without a group in between is raised.
+        """
+        version = self._weights.version
+        sampler = self._sampler
+        training = self._training
+        self._chats.interrupt(sampler)
+        num_dropped = self._evaluation.drop(sampler)
+        if isinstance(error, EngineProcessError):
+            self._num_engine_failures += 1
+            if self._num_engine_failures == MAX_ENGINE_FAILURES:
+                raise error
+            sampler.interrupt(training.groups)
+            # The newest weights may be newer than those of the groups.
+            if self._num_engine_failures > 1 or self._keeps_weights:
+                num_dropped += training.drop(sampler)
+            num_dropped += training.drop_failed(sampler)
+            self._link.num_aborted += num_dropped
+            self._evaluation.repeat()  # an interrupted evaluation goes on
+            self._weights.request_again()
+        else:
+            num_dropped += training.drop(sampler)
+            self._weights.reject()
+        logger.warning(
+            "engine failed: version=%d dropped=%d reason=%s", version.number, num_dropped, error
+        )
