@@ -176,7 +176,7 @@ class GeneratorStatusReceiver:
                 break
             self._quota.on_message_read()
             try:
-                status = self._accept(self.socket.recv_multipart(copy=False))
+                status = self.accept(self.socket.recv_multipart(copy=False))
                 received[status.sender] = status
             except WireError as error:
                 self.refused += 1
@@ -187,7 +187,8 @@ class GeneratorStatusReceiver:
     def close(self) -> None:
         self.socket.close(linger=0)
 
-    def _accept(self, frames: list[zmq.Frame]) -> GeneratorStatus:
+    def accept(self, frames: list[zmq.Frame]) -> GeneratorStatus:
+        """Decode and check a message. Raises WireError."""
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
         status = decode_generator_status(frames[0].bytes)

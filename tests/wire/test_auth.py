@@ -602,4 +602,4 @@ def test_refusal_escapes_newlines_in_a_run_id(stack: ExitStack) -> None:
     status = wire.GeneratorStatus(foreign.run_id, "ann", INCARNATION)
     statuses = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
-        statuses._accept([zmq.Frame(message_fields.encode_fields(status))])
+        statuses.accept([zmq.Frame(message_fields.encode_fields(status))])
