@@ -82,7 +82,7 @@ def run_once(
                    "--run.dir", folder, "--run.name", "run", "--run.seed", str(seed),
                    "--train.learning-rate", rate, "--train.max-steps", "60",
                    "--wire.port", str(free_ports()), "--no-eval.eval-base-model",
-                   "--no-dashboard.enabled", "--early-stop.max-reward", "0.899",
+                   "--dashboard.port=None", "--early-stop.max-reward", "0.899",
                    "--early-stop.patience", "1", *settings]  # fmt: skip
         with open(Path(folder) / "log", "wb") as log:
             worker = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

@@ -71,7 +71,7 @@ def host_and_port(address: str, *, option: str, default_port: int | None = None)
     raise ConfigError(f"{option} '{address}' is not of the form http://HOST:PORT")
 
 
-def read_private_token(file: str | None, *, option: str = "weights.token_file") -> str | None:
+def read_private_token(file: str | None, *, option: str = "security.token_file") -> str | None:
     """The password in `file`; None without a file. `option` is the setting that names the file.
 
     Raises ConfigError if other users may read the file, or the password is shorter than MIN_TOKEN.

@@ -24,6 +24,7 @@ error, the program prints that line and exits with code 2.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import io
@@ -34,6 +35,7 @@ import stat
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,25 @@ def import_extra(library: str, *, extra: str, needed_by: str) -> Any:
         raise ConfigError(
             f"{needed_by} needs {library} ({error}); pip install 'peralta_zmq[{extra}]'"
         ) from None
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The choice that is most similar to a misspelt word; '' if none is."""
+    return next(iter(difflib.get_close_matches(word, [*choices], n=1)), "")
+
+
+def did_you_mean(word: str, choices: Iterable[str], form: str = "{}") -> str:
+    """'did you mean X?' for the nearest choice, written as `form`; '' if none is similar."""
+    choice = nearest(word, choices)
+    return f"did you mean {form.replace('{}', choice)}?" if choice else ""
+
+
+def choices_text(start: str, word: str, choices: Iterable[str], form: str = "{}") -> str:
+    """'START a, b', after 'did you mean a?' if one of the choices is similar to the word."""
+    names = [*choices]
+    hint = did_you_mean(word, names, form)
+    listed = f"{start} {', '.join(names)}"
+    return f"{hint} {listed[0].upper()}{listed[1:]}" if hint else listed
 
 
 def program_name(name: str) -> str:

@@ -305,10 +305,12 @@ def open_port(
 def check_password(host: str, *, token: str | None, setting: str) -> None:
     """Raise ConfigError if other machines can reach `host` without a password.
 
-    `setting` is one in the section of the setting token_file.
+    `setting` is that of the host or the port.
     """
     if token is None and not is_loopback(host):
+        section = setting.partition(".")[0]
+        owner = section if section in ("dashboard", "generator") else "security"
         raise ConfigError(
             f"{setting}: a server on {host} is open to other machines without a password; set "
-            f"{setting.partition('.')[0]}.token_file to a file of mode 0600 with one"
+            f"{owner}.token_file to a file of mode 0600 with one"
         )

@@ -16,18 +16,15 @@ import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, overload
 
-from peralta_zmq.errors import ConfigError, described
+from peralta_zmq.errors import ConfigError, choices_text, described
 from peralta_zmq.imports import add_folder, import_object
 from peralta_zmq.rollout import Completion, Problem, Request, Rollout
 from peralta_zmq.signatures import Signature, call_error
 
-Kind: TypeAlias = Literal[
-    "task", "engine", "loss", "advantage", "filter", "reward", "reward_function"
-]
+Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
 # Kind -> short name -> import path, of all plug-ins in this package.
 TABLES: dict[Kind, dict[str, str]] = {
@@ -83,8 +80,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "repetition": "peralta_zmq.learning.advantages:repetition",
         "overlong": "peralta_zmq.learning.advantages:overlong",
     },
-    "reward": {"answer_match": "peralta_zmq.environments.answer_match:answer_match"},
-    "reward_function": {
+    "reward": {
         "answer_match": "peralta_zmq.environments.answer_match:answer_match",
         "exact_match": "peralta_zmq.environments.shipped_rewards:exact_match",
         "regex": "peralta_zmq.environments.shipped_rewards:regex",
@@ -138,7 +134,6 @@ class EngineSettings:
     slots: int = 32  # completions that are sampled concurrently
     max_model_len: int = 512  # maximum of prompt and completion together, in tokens
     quantize: int | None = None  # bits per weight; None = the weights as published
-    tensor_parallel_size: int | None = None  # GPUs; None = 1
     gpu_memory_utilization: float | None = (
         None  # fraction of the memory; None = vLLM's default, all
     )
@@ -193,9 +188,8 @@ class Engine(Protocol):
     def advance(self) -> list[Completion]:
         """Take one decode step; returns the completions that have ended, in any order.
 
-        Each token is sampled with `request.sampling.at(self.step)`, which can change within a
-        completion when the weights do. Raises EngineError for logits that are not finite, which
-        drops the requests in flight, and EngineProcessError if a process of the engine fails:
+        Raises EngineError for logits that are not finite, which drops the requests in flight, and
+        EngineProcessError if a process of the engine fails:
         `drop` still returns what its requests have, and `apply` starts the process again.
         """
         ...
@@ -255,9 +249,8 @@ class Loss(Protocol):
 class Advantage(Protocol):
     """A function that returns one advantage per rollout of a group.
 
-    `rewards` and `lengths` (numbers of generated tokens) have one entry per rollout. If its option
-    `group_adv_norm` is False, the function is called once with all rollouts of a step. A keyword
-    `step_rewards` gets the rewards of all groups of the step.
+    `rewards` and `lengths` (numbers of generated tokens) have one entry per rollout. The keywords
+    `step_rewards` and `step_lengths` get those of all groups of the step.
     """
 
     def __call__(
@@ -332,12 +325,8 @@ def import_path(kind: Kind, name: str) -> str:
     if "." in name:
         module, _, attribute = name.rpartition(".")
         return f"{module}:{attribute}"
-    choices = ", ".join(sorted(TABLES[kind]))
-    similar = get_close_matches(name, TABLES[kind], n=1)
-    hint = f"did you mean {similar[0]}? Choose" if similar else "choose"
-    raise ConfigError(
-        f"unknown {kind} '{name}'; {hint} one of {choices}, or the import path of your own {kind}"
-    )
+    choices = choices_text("choose one of", name, sorted(TABLES[kind]))
+    raise ConfigError(f"unknown {kind} '{name}'; {choices}, or the import path of your own {kind}")
 
 
 def _is_own_module(name: str) -> bool:
@@ -389,7 +378,7 @@ def bind_options(
 def option_names(kind: Kind, function: Callable[..., Any]) -> list[str]:
     """The names of a function's options, without a catch-all `**options` and values of a step."""
     names = Signature(function, NUM_ARGUMENTS[kind]).names
-    return [name for name in names if name != "step_rewards"]
+    return [name for name in names if name not in ("step_rewards", "step_lengths")]
 
 
 def check_options(
@@ -397,7 +386,7 @@ def check_options(
 ) -> None:
     """Raise ConfigError if the function cannot be called with these options."""
     if error := call_error(function, *[None] * NUM_ARGUMENTS[kind], **options):
-        setting = f"filter.custom.'{name}'.kwargs" if kind == "filter" else f"{kind}.kwargs"
+        setting = f"filter.kwargs.'{name}'" if kind == "filter" else f"{kind}.kwargs"
         names = ", ".join(option_names(kind, function)) or "none"
         raise ConfigError(
             f"{kind} '{name}': {error}; its options are {names}, set them in {setting}"

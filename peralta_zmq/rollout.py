@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, zip_longest
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -84,27 +84,10 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class TemperatureSchedule:
-    """A sampling temperature that changes from `start` to `end` during a run."""
-
-    kind: Literal["linear", "cosine"]
-    start: float  # at policy step 0
-    end: float  # at policy step max_steps - 1: the last training step starts from these weights
-    max_steps: int  # training steps of the run
-
-    def __call__(self, policy_step: int) -> float:
-        """The temperature for sampling with the weights of `policy_step`."""
-        progress = min(max(policy_step / max(1, self.max_steps - 1), 0.0), 1.0)
-        fraction = progress if self.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
-        return self.start + (self.end - self.start) * fraction
-
-
-@dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters; with a schedule, the temperature depends on the step."""
+    """Sampling parameters."""
 
     temperature: float = 1.0  # 0 = greedy
-    schedule: TemperatureSchedule | None = None  # replaces `temperature` if given
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # 1 = off
     min_p: float = 0.0  # 0 = off
@@ -115,12 +98,6 @@ class Sampling:
     stop: tuple[str, ...] = ()  # a completion ends when its text contains one of these
     skip_special_tokens: bool = False  # remove them from the text, not from the tokens
     seed: int = 0
-
-    def at(self, policy_step: int) -> Sampling:
-        """These parameters with the schedule replaced by its temperature at `policy_step`."""
-        if self.schedule is None:
-            return self
-        return replace(self, temperature=self.schedule(policy_step), schedule=None)
 
 
 class GroupSampling(NamedTuple):

@@ -36,7 +36,7 @@ SMALL = (
     *DEMO_OPTIONS,
     *("--sampling.num-generations", "4", "--train.batch-size", "16", "--engine.slots", "8"),
     *("--eval.num-examples", "4", "--no-eval.eval-base-model", "--checkpoint.interval", "5"),
-    *("--weights.poll-seconds", "1", "--train.max-off-policy-steps", "6"),
+    *("--train.max-off-policy-steps", "6"),
 )
 MAC = Host(name="mac", ssh="mac.local", role="trainer", count=1, weights_dir="/Volumes/my nas/w")
 PC = Host(name="pc", ssh="-p 2222 me@pc", count=2, device="cuda", weights_dir="/mnt/nas/w",

@@ -23,8 +23,8 @@ SETTINGS = (
     *DEMO_OPTIONS,
     *("--sampling.num-generations", "4", "--train.batch-size", "64"),
     *("--train.max-steps", str(STEPS), "--train.max-off-policy-steps", "4"),
-    *("--train.num-workers", "2", "--generator.num-workers", "2"),
-    *("--engine.slots", "8", "--weights.poll-seconds", "1"),
+    *("--run.num-workers", "2"),
+    *("--engine.slots", "8"),
     *("--eval.num-examples", "4", "--no-eval.eval-base-model"),
     *("--checkpoint.interval", "50", *RECORDING_OPTIONS),
 )

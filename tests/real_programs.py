@@ -29,8 +29,8 @@ SMALL = (
     *DEMO_OPTIONS,
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
     *("--engine.slots", "8", "--eval.num-examples", "4", "--no-eval.eval-base-model"),
-    *("--checkpoint.interval", "5", "--weights.poll-seconds", "1"),
-    *("--train.num-workers", "2", "--generator.num-workers", "2"),
+    *("--checkpoint.interval", "5"),
+    *("--run.num-workers", "2"),
     *("--train.max-off-policy-steps", "4", *RECORDING_OPTIONS),
 )
 

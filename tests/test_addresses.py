@@ -27,7 +27,7 @@ def test_unsafe_token_file_is_refused(
     if mode is not None:
         file.write_text(text)
         file.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"^weights\.token_file .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"^security\.token_file .*{reason}"):
         read_private_token(str(file))
 
 

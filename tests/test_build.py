@@ -16,10 +16,7 @@ from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Request, Rollout, Sampling, TemperatureSchedule, rollout_of
-
-SCHEDULED = ("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2",
-             "--sampling.temp-end=0.2", "--train.max-steps=6")  # fmt: skip
+from peralta_zmq.rollout import Request, Rollout, Sampling, rollout_of
 
 
 def config_of(*arguments: str) -> Config:
@@ -31,12 +28,6 @@ def test_sampling_has_configured_temperature() -> None:
     assert build.make_sampling(config_of(), seed=0) == Sampling(temperature=1.0)
     sampling = build.make_sampling(config_of("--sampling.temperature=0.7"), seed=3)
     assert sampling == Sampling(temperature=0.7, seed=3)
-
-
-def test_temperature_schedule_ends_with_the_run() -> None:
-    sampling = build.make_sampling(config_of(*SCHEDULED), seed=0)
-    assert sampling.schedule == TemperatureSchedule("linear", 1.2, 0.2, max_steps=6)
-    assert [sampling.at(step).temperature for step in (0, 2, 5)] == pytest.approx([1.2, 0.8, 0.2])
 
 
 def test_eval_sampling_is_greedy_for_one_rollout_per_example() -> None:
@@ -54,11 +45,9 @@ def sharp_model() -> Any:
     return model
 
 
-@pytest.mark.parametrize("arguments", [("--sampling.temperature=0.7",), SCHEDULED])
-def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes(
-    arguments: tuple[str, ...],
-) -> None:
-    config, model = config_of("--weights.dtype=float32", *arguments), sharp_model()
+def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes() -> None:
+    config = config_of("--weights.dtype=float32", "--sampling.temperature=0.7")
+    model = sharp_model()
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     engine = native_engine(sharp_model(), tokenizer, EngineSettings(slots=8, max_model_len=64))
     calls: list[int] = []
@@ -111,7 +100,7 @@ def test_reward_workers_share_the_cores_with_other_processes(
 ) -> None:
     monkeypatch.setattr(models, "available_cores", lambda: 12)
     for arguments, num_workers in [
-        ([], 12), (["--generator.num-workers=5"], 2), (["--generator.num-workers=99"], 1),
+        ([], 12), (["--run.num-workers=5"], 2), (["--run.num-workers=99"], 1),
         (["--task.reward-workers=40"], 40),
     ]:  # fmt: skip
         pool = build.make_reward_pool(config_of(*arguments), is_verifier=False)

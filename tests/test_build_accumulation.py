@@ -17,7 +17,7 @@ def loss(tokens): return -(tokens.advantages * tokens.logprobs).sum() / tokens.s
 def centered(rewards, lengths): return [reward - 0.5 for reward in rewards]
 def by_step(rewards, lengths, *, step_rewards=()): return [r - max(step_rewards) for r in rewards]
 def scaled(rewards, lengths, *, scale_rewards="group", step_rewards=()): return [*rewards]
-def whole(rewards, lengths, *, group_adv_norm=False): return [*rewards]
+def whole(rewards, lengths, *, step_lengths=()): return [*rewards]
 """
 # Settings that let micro-batches be computed early -> the total that the loss divides by.
 EARLY = {
@@ -31,13 +31,11 @@ EARLY = {
     "--loss.name=grpo_kl --loss.beta=0.1 --train.ref-sync-steps=4": "rollouts",
     "--loss.name=importance": "tokens",
     "--advantage.name=group_zscore": "tokens",
-    "--advantage.name=token_whitening --advantage.group-adv-norm": "tokens",
     "--advantage.name=mine.centered": "tokens",
-    "--advantage.length-penalty=tokens": "tokens",
+    "--advantage.multi-objective-aggregation=normalize_then_sum": "tokens",
     "--train.keep-zero-std": "tokens",
-    "--filter.repetition.enforce": "tokens",
+    "--filter.remove=repetition": "tokens",
     "--train.optim=adamw_bf16": "tokens",
-    "--train.token-batch-size=900": "tokens",
 }
 WHOLE = {
     "--train.num-minibatches=2": "train.num_minibatches 2",
@@ -48,13 +46,13 @@ WHOLE = {
     "--advantage.name=leave_one_out --advantage.scale-rewards=batch": (
         "advantage.scale_rewards batch"
     ),
-    "--advantage.name=token_whitening": "advantage.group_adv_norm false",
+    "--advantage.name=token_whitening": "an advantage function with step_rewards",
     "--advantage.name=mine.by_step": "an advantage function with step_rewards",
     "--advantage.name=mine.scaled": "an advantage function with step_rewards",
-    "--advantage.name=mine.whole": "advantage.group_adv_norm false",
+    "--advantage.name=mine.whole": "an advantage function with step_rewards",
     "--loss.name=mine.loss": "loss 'mine.loss' is not one of this package",
     "--loss.top-entropy-quantile=0.2": "loss.top_entropy_quantile",
-    "--loss.name=m2po": "loss.m2_threshold",
+    "--loss.name=m2po": "loss 'm2po'",
     "--loss.name=grpo --loss.entropy-coef=0.01": (
         "loss.entropy_coef without loss.aggregation token"
     ),

@@ -65,8 +65,8 @@ def config_with(tmp_path: Path, user_modules: UserModules) -> Callable[..., Conf
     def config(chats: Sequence[Any], *words: str) -> Config:
         user_modules.forget()
         user_modules.write("own.task", TASK.format(chats=list(chats)))
-        chosen = ("--task.name=own.task", "--curriculum.hash-keys=id", f"--run.dir={tmp_path}")
-        return load_config("bin/x", [*chosen, "--no-dashboard.enabled", *LENGTHS, *words])
+        chosen = ("--task.name=own.task", f"--run.dir={tmp_path}")
+        return load_config("bin/x", [*chosen, "--dashboard.port=None", *LENGTHS, *words])
 
     return config
 
@@ -171,7 +171,11 @@ def test_completions_of_each_split_need_their_own_room(
     for words, num_train, num_eval in (
         ((f"--engine.max-model-len={length + 48}",), 2, 2),
         ((f"--engine.max-model-len={length + 47}",), 1, 1),
-        ((f"--engine.max-model-len={length + 48}", "--eval.max-completion-length=49"), 2, 1),
+        (
+            (f"--engine.max-model-len={length + 48}", "--eval.sampling.max-completion-length=49"),
+            2,
+            1,
+        ),
         ((f"--engine.max-model-len={length + 1}", "--sampling.max-completion-length=None"), 2, 2),
         ((f"--engine.max-model-len={length}", "--sampling.max-completion-length=None"), 1, 1),
     ):
@@ -322,7 +326,7 @@ def test_doctor_and_plan_print_the_dry_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     config_with(users("1", LONG))
-    words = ["--task.name=own.task", "--curriculum.hash-keys=id", f"--run.dir={tmp_path}"]
+    words = ["--task.name=own.task", f"--run.dir={tmp_path}"]
     words += LENGTHS
     doctor.main([*command, *words])
     out = capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_slow_loading_shows_progress(
 
 
 def test_environments_survive_write_and_load(tmp_path: Path) -> None:
-    text = TWO + '[[eval.env]]\ntask = "countdown"\n[curriculum]\nhash_keys = ["task", "answer"]\n'
+    text = TWO + '[[eval.env]]\ntask = "countdown"\n[curriculum]\nenv_ratios = [1, 2]\n'
     config = load(tmp_path, text)
     write_resolved(config, tmp_path)
     assert load_config("bin/x", ["@", str(tmp_path / "config.toml")]) == config
@@ -100,15 +100,10 @@ def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
          "env.address '127.0.0.1:1' is not of the form http://HOST:PORT"),
         ('[[env]]\nname="a/b"', "",
          "env.0.name = 'a/b' is wrong: should be a plain name; use letters"),
-        ("", "--curriculum.hash-keys=prompt,colour",
-         "hash_keys.1 = 'colour' is wrong: should be 'task'"),
         ("[curriculum]\neasy_threshold = 0.2\nhard_threshold = 0.5", "",
          "hard_threshold 0.5 is not below curriculum.easy_threshold 0.2"),
         ("", "--curriculum.easy-threshold=1.5", "curriculum.easy_threshold"),
-        ("", "--curriculum.oversampling-factor=0.5",
-         "oversampling_factor = '0.5' is wrong: should be greater"),
         ("", "--eval.num-examples=0", "eval.num_examples 0 evaluates no problem"),
-        ("", "--train.token-batch-size=0", "train.token_batch_size"),
     ],
 )  # fmt: skip
 def test_invalid_environment_settings_are_refused_on_one_line(

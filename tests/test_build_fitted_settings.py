@@ -134,7 +134,7 @@ def test_one_long_prompt_does_not_set_the_lengths(model: Path, data: Path) -> No
 
 
 def test_context_has_room_for_the_longest_completion_of_all(model: Path, data: Path) -> None:
-    config, _ = fit_settings(load(model, data, "--eval.max-completion-length", "1000"))
+    config, _ = fit_settings(load(model, data, "--eval.sampling.max-completion-length", "1000"))
     assert 1000 < config.engine.max_model_len < 1200
 
 

@@ -1,4 +1,4 @@
-"""Options of environments: arguments of the task, chat template, sampling, no verification."""
+"""Options of environments: arguments of the task, chat template, sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from user_modules import UserModules
 from peralta_zmq import build
 from peralta_zmq.config import Config, load_config, write_resolved
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.rollout import Message, Problem, Sampling, Score
+from peralta_zmq.rollout import Message, Problem, Sampling
 
 
 @pytest.fixture(autouse=True)
@@ -106,55 +106,6 @@ def test_unknown_argument_is_refused_with_the_nearest_name(
     assert message in error_of(tmp_path, f'[[env]]\ntask = "own.sized"\nargs = {args}\n')
 
 
-DISTILLATION = """
-[task]
-name = "own.sized"
-skip_verification = true
-[loss]
-name = "importance"
-adv_tau = 0
-teacher_tau = 1
-[train]
-keep_zero_std = true
-"""
-
-
-def test_skipped_verification_scores_zero_in_training_only(tmp_path: Path) -> None:
-    config = load(tmp_path, DISTILLATION)
-    with closing(build.open_environments(config, "train")) as environments:
-        source = environments.reward_sources["own.sized"]
-        scores = source.score(environments.problems[1], ["a", "b"], [(), ()]).result()
-        assert scores == [Score(0.0)] * 2
-    with closing(build.open_environments(config, "eval")) as environments:
-        assert environments.reward(environments.problems[1], "a") == 1.0
-
-
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ('name = "importance"\nadv_tau = 0\nteacher_tau = 1', "", "loss 'reinforce' learns from rewar"),
-    ("adv_tau = 0", "adv_tau = 0.1", "loss 'importance' learns from rewards"),
-    ("teacher_tau = 1", "", "loss 'importance' learns from rewards"),
-    ("keep_zero_std = true", "", "set train.keep_zero_std"),
-    ("[train]", "[curriculum]\nhard_threshold = 0.1\n[train]", "hard_threshold select problems"),
-])  # fmt: skip
-def test_skipped_verification_needs_an_objective_without_rewards(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
-    assert old in DISTILLATION
-    assert message in error_of(tmp_path, DISTILLATION.replace(old, new))
-
-
-def test_distillation_by_name_may_skip_verification(tmp_path: Path) -> None:
-    text = DISTILLATION.replace(
-        'name = "importance"\nadv_tau = 0\nteacher_tau = 1', 'name = "ref_kl"'
-    )
-    assert load(tmp_path, text).task.skip_verification
-
-
-def test_custom_loss_may_skip_verification(tmp_path: Path) -> None:
-    text = DISTILLATION.replace('name = "importance"\nadv_tau = 0\nteacher_tau = 1', 'name = "a.b"')
-    assert load(tmp_path, text).task.skip_verification
-
-
 # Sampling.
 
 
@@ -179,16 +130,16 @@ def test_completion_fills_the_context_without_a_limit(tmp_path: Path) -> None:
 
 def test_evaluation_has_its_own_temperature_and_length(tmp_path: Path) -> None:
     text = "[sampling]\ntop_p = 0.5\nmax_completion_length = 48\n"
-    text += "[eval]\nmax_completion_length = 100\n"
+    text += "[eval]\nsampling.max_completion_length = 100\n"
     training, evaluation = sampling_of(tmp_path, text)
     assert training.max_completion_length == 48
     assert evaluation == Sampling(temperature=0.0, max_completion_length=100)
     several = text + "rollouts_per_example = 4\n"
     expected = Sampling(temperature=1.0, top_p=0.5, max_completion_length=100, seed=3)
     assert sampling_of(tmp_path, several)[1] == expected
-    warm = sampling_of(tmp_path, text + "temperature = 0.6\n")[1]
+    warm = sampling_of(tmp_path, text + "sampling.temperature = 0.6\n")[1]
     assert (warm.temperature, warm.top_p) == (0.6, 0.5)
-    assert sampling_of(tmp_path, several + "temperature = 0\n")[1].temperature == 0.0
+    assert sampling_of(tmp_path, several + "sampling.temperature = 0\n")[1].temperature == 0.0
 
 
 def test_completion_of_an_environment_fills_the_context_without_a_limit(tmp_path: Path) -> None:
@@ -205,8 +156,7 @@ def test_completion_of_an_environment_fills_the_context_without_a_limit(tmp_path
 TWO_GROUP_SIZES = """
 [[env]]
 task = "own.sized"
-num_generations = 16
-sampling = { temperature = 0.8, max_completion_length = 100, stop = "END" }
+sampling = { num_generations = 16, temperature = 0.8, max_completion_length = 100, stop = "END" }
 rollouts_per_example = 4
 eval_sampling = { max_completion_length = 200, top_k = 5 }
 [[env]]
@@ -214,9 +164,6 @@ name = "plain"
 task = "own.sized"
 [sampling]
 max_completion_length = 48
-temp_scheduler = "linear"
-temp_start = 1.0
-temp_end = 0.5
 [train]
 batch_size = 128
 """
@@ -246,7 +193,7 @@ def test_environment_has_its_own_group_size_sampling_and_evaluation(tmp_path: Pa
 def test_environment_that_is_only_evaluated_has_its_own_evaluation(tmp_path: Path) -> None:
     text = """
     [eval]
-    temperature = 0.5
+    sampling = { temperature = 0.5 }
     [[eval.env]]
     task = "own.sized"
     rollouts_per_example = 2
@@ -267,13 +214,13 @@ def test_environment_that_is_only_evaluated_has_its_own_evaluation(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("[[env]]\nnum_generations = 6", "batch_size 64 is not a multiple of env.num_generations 6"),
-    ("[[env]]\nnum_generations = 1", "env.0.num_generations = 1 is wrong: should be greater than"),
+    ("[[env]]\nsampling = { num_generations = 6 }",
+     "batch_size 64 is not a multiple of env.sampling.num_generations 6"),
+    ("[[env]]\nsampling = { num_generations = 1 }",
+     "env.0.sampling.num_generations = 1 is wrong: should be greater than"),
     ("[[env]]\nsampling = { temperature = 0 }", "env.0.sampling.temperature = 0 is wrong"),
     ("[[env]]\nsampling = { top_q = 1 }", "unknown setting top_q in [[env.sampling]]; did you m"),
-    ("[[env]]\nsampling = { num_generations = 4 }", "setting num_generations in [[env.sampling]]"),
-    ("[[eval.env]]\nnum_generations = 4",
-     "eval.env.num_generations has no effect in evaluations; set eval.env.rollouts_per_example"),
+    ("[[env]]\nnum_generations = 6", "removed: write sampling = { num_generations = 4 }"),
     ("[[env]]\nrollouts_per_example = 4\n[[eval.env]]",
      "env.rollouts_per_example has no effect with [[eval.env]]; set eval.env.rollouts_per_example"),
     ("[[env]]\neval_sampling = { top_k = 5 }\n[[eval.env]]",

@@ -49,7 +49,7 @@ def functions_of(folder: Path, text: str) -> dict[str, tuple[RewardFunction, ...
 
 MIXED = """
 [task]
-reward_functions = ["task", "soft_overlong", "my_functions.judge", "regex"]
+reward = ["task", "soft_overlong", "my_functions.judge", "regex"]
 reward_weights = [1, 0.5, 2, -1]
 reward_kwargs = { soft_overlong = { soft_punish_cache = 10 }, regex = { pattern = "x+" } }
 [sampling]
@@ -74,13 +74,13 @@ def test_functions_have_their_options_and_weights(tmp_path: Path) -> None:
 def test_environment_without_reward_settings_has_those_of_task(tmp_path: Path) -> None:
     text = """
     [task]
-    reward_functions = ["task", "soft_overlong"]
+    reward = ["task", "soft_overlong"]
     reward_weights = [1, 0.5]
     [[env]]
     task = "calculator"
     [[env]]
     task = "countdown"
-    reward_functions = ["exact_match"]
+    reward = ["exact_match"]
     [[env]]
     task = "reverse_text"
     reward = "peralta_zmq.environments.countdown:reward"
@@ -91,7 +91,7 @@ def test_environment_without_reward_settings_has_those_of_task(tmp_path: Path) -
         for name, functions in by_environment.items()
     } == {
         "calculator": [("task", 1), ("soft_overlong", 0.5)],
-        "countdown": [("exact_match", 1)],
+        "countdown": [("", 1)],
         "reverse_text": [("", 1)],
     }
     assert by_environment["calculator"][0].name.endswith("calculator:reward")
@@ -99,24 +99,22 @@ def test_environment_without_reward_settings_has_those_of_task(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ('reward_functions = ["regexx"]', "unknown reward_function 'regexx'; did you mean regex?"),
-    ('reward_functions = ["regex"]', "'regex' needs 'pattern', which is neither an option"),
-    ('reward_functions = ["my_functions.needs_level"]', "'my_functions.needs_level' needs 'level'"),
-    ('reward_functions = ["regex"]\nreward_kwargs = { regex = { pattern = "x", answer = 1 } }',
+    ('reward = ["regexx"]', "unknown reward 'regexx'; did you mean regex?"),
+    ('reward = ["regex"]', "'regex' needs 'pattern', which is neither an option"),
+    ('reward = ["my_functions.needs_level"]', "'my_functions.needs_level' needs 'level'"),
+    ('reward = ["regex"]\nreward_kwargs = { pattern = "x", answer = 1 }',
      "'answer' is not an option of reward function 'regex'; its options are pattern"),
-    ('reward_functions = ["my_functions.judge"]\nreward_kwargs = { judge = { strict = true } }',
+    ('reward = ["my_functions.judge"]\nreward_kwargs = { strict = true }',
      "'strict' is not an option of reward function 'my_functions.judge'; its options are none"),
-    ('reward_functions = ["regex"]\nreward_kwargs = { regexx = { pattern = "x" } }',
+    ('reward = ["task", "regex"]\nreward_kwargs = { regexx = { pattern = "x" } }',
      "reward_kwargs.regexx is not a table of options .* did you mean regex?"),
-    ('reward_functions = ["regex"]\nreward_kwargs = { regex = "x" }',
+    ('reward = ["task", "regex"]\nreward_kwargs = { regex = "x" }',
      "reward_kwargs.regex is not a table of options"),
-    ('reward_functions = ["regex", "my_functions:regex"]', "two have the same name in metrics"),
-    ('reward_functions = ["task"]\nreward_weights = [1, 2]',
-     "task.reward_weights has 2 numbers for 1 task.reward_functions"),
-    ('reward_functions = ["exact_match"]\nreward = "my_functions.regex"',
-     "task.reward my_functions.regex is not among task.reward_functions"),
-    ('reward_weights = [1]', "task.reward_weights has 1 numbers for 0 task.reward_functions"),
-    ('reward_functions = ["no_such.one"]', "reward_function 'no_such.one' cannot be imported"),
+    ('reward = ["regex", "my_functions:regex"]', "two functions have the same name in metrics"),
+    ('reward = ["task"]\nreward_weights = [1, 2]',
+     "task.reward_weights has 2 numbers for 1 functions in task.reward"),
+    ('reward_weights = [1]', "task.reward_weights has 1 numbers for 0 functions in task.reward"),
+    ('reward = ["no_such.one"]', "reward 'no_such.one' cannot be imported"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, settings: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -124,13 +122,13 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, settings: str, mes
 
 
 def test_weights_of_an_environment_are_checked(tmp_path: Path) -> None:
-    text = '[[env]]\nreward_functions = ["task"]\nreward_weights = [1, 2]\n'
-    with pytest.raises(ConfigError, match=r"env.reward_weights has 2 numbers for 1 env\."):
+    text = '[[env]]\nreward = ["task"]\nreward_weights = [1, 2]\n'
+    with pytest.raises(ConfigError, match=r"env.reward_weights has 2 numbers for 1 functions"):
         load(tmp_path, text)
 
 
 def test_length_limit_of_the_run_is_passed_on(tmp_path: Path) -> None:
-    text = '[task]\nreward_functions = ["my_functions.on_length"]\n'
+    text = '[task]\nreward = ["my_functions.on_length"]\n'
     text += "[sampling]\nmax_completion_length = 48\n"
     ((function,),) = functions_of(tmp_path, text).values()
     assert function.options == {"max_completion_length": 48}
@@ -142,7 +140,7 @@ def test_length_limit_of_all_turns_is_the_context(
 ) -> None:
     """The token ids of a completion are those of all its turns and replies."""
     text = f'[task]\nname = "guess_number"\nmax_turns = {max_turns}\n'
-    text += 'reward_functions = ["my_functions.on_length"]\n[engine]\nmax_model_len = 300\n'
+    text += 'reward = ["my_functions.on_length"]\n[engine]\nmax_model_len = 300\n'
     text += "[sampling]\nmax_completion_length = 48\n"
     ((function,),) = functions_of(tmp_path, text).values()
     assert function.options == {"max_completion_length": length}
@@ -150,6 +148,6 @@ def test_length_limit_of_all_turns_is_the_context(
 
 @pytest.mark.parametrize("name", ["instance", "partial", "short"])
 def test_callable_without_a_name_is_scored_in_a_worker(tmp_path: Path, name: str) -> None:
-    text = f'[task]\nreward_functions = ["my_functions:{name}"]\n'
+    text = f'[task]\nreward = ["my_functions:{name}"]\n'
     with closing(open_environments(load(tmp_path, text), "eval")) as environments:
         assert environments.reward(environments.problems[0], "1 + 2") == 0.5

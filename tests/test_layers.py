@@ -27,6 +27,7 @@ MAY_IMPORT = {
     **dict.fromkeys(TYPES, TYPES),
     "http_server": TYPES,
     **dict.fromkeys(LEAVES, TYPES | {"http_server"}),
+    "learning": TYPES | {"config"},  # [loss] declares the options of the losses
     "engines": TYPES | {"models", "registry"},  # the registry defines the protocol Engine
     "memory": TYPES | {"config", "learning", "models", "weights", "engines"},  # counts tensors
     "build": BELOW_LOOPS,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 from sample_data import group_of, rollout_with
 
-from peralta_zmq.rollout import Completion, Sampling, TemperatureSchedule, rollout_of
+from peralta_zmq.rollout import Completion, rollout_of
 
 COMPLETION = Completion(
     index=0,
@@ -86,28 +85,3 @@ def test_group_has_signal_when_rewards_differ(rewards: list[float], signal: bool
 def test_sender_names_generator_and_incarnation() -> None:
     group = group_of([1.0], generator_id="ann", incarnation=bytes(range(8)))
     assert group.sender == "ann/0001020304050607"
-
-
-# Temperatures.
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        # 1.5 - f over four steps and after, f = 0, 1/3, 2/3, 1
-        ("linear", [1.5, 1.5 - 1 / 3, 1.5 - 2 / 3, 0.5, 0.5]),
-        # f = (1 - cos 0) / 2, (1 - cos 60) / 2, (1 - cos 120) / 2, (1 - cos 180) / 2
-        ("cosine", [1.5, 1.25, 0.75, 0.5, 0.5]),
-    ],
-)
-def test_schedule_goes_from_start_to_end_of_a_run(kind: Any, expected: list[float]) -> None:
-    schedule = TemperatureSchedule(kind, start=1.5, end=0.5, max_steps=4)
-    assert [schedule(step) for step in range(5)] == pytest.approx(expected)
-    assert schedule(-1) == 1.5  # the policy step of prompt tokens
-    assert TemperatureSchedule(kind, start=1.5, end=0.5, max_steps=1)(0) == 1.5
-
-
-def test_sampling_at_a_step_replaces_only_the_temperature() -> None:
-    schedule = TemperatureSchedule("linear", start=1.0, end=0.5, max_steps=3)
-    assert Sampling(schedule=schedule, top_k=4).at(1) == Sampling(temperature=0.75, top_k=4)
-    assert Sampling(temperature=0.3).at(1) == Sampling(temperature=0.3)

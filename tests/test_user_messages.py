@@ -41,19 +41,13 @@ def test_generator_without_a_trainer_or_a_version_names_the_commands(
     )
 
 
-@pytest.mark.parametrize(
-    ("dropped", "exception"),
-    [([], ""), (["ann", "bob"], ", except dropped ones of ann, bob (logprob mismatch)")],
-)
-def test_trainer_without_generators_names_the_command_and_dropped_ones(
-    monkeypatch: pytest.MonkeyPatch, dropped: list[str], exception: str
-) -> None:
+def test_trainer_without_generators_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", COMMAND_LINE)
-    assert no_rollouts_text(30.4, "tcp://127.0.0.1:5555", dropped, dropped) == (
-        f"no rollouts for 30 s on tcp://127.0.0.1:5555{exception}. "
+    assert no_rollouts_text(30.4, "tcp://127.0.0.1:5555", []) == (
+        "no rollouts for 30 s on tcp://127.0.0.1:5555. "
         "Start a generator: bin/generator @ configs/lan.toml"
     )
-    text = no_rollouts_text(30.4, "tcp://127.0.0.1:5555", dropped, [*dropped, "cat"])
+    text = no_rollouts_text(30.4, "tcp://127.0.0.1:5555", ["cat"])
     assert text == "no rollouts for 30 s: no group of cat is complete yet"
 
 

@@ -21,20 +21,20 @@ from tools.link_proxy import free_ports
 STEPS = 8
 # Makes bin/replay compute with one thread, like a trainer in a test (conftest.py): the number of
 # threads can change the last bits of a product.
-ONE_THREAD = "--train.num-workers=1024"
+ONE_THREAD = "--run.num-workers=1024"
 SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", f"--train.max-steps={STEPS}"),
     *("--train.learning-rate=0.01", "--train.lr-scheduler-type=cosine", "--train.warmup-steps=3"),
-    *("--sampling.temp-scheduler=linear", "--sampling.temp-start=1.2", "--sampling.temp-end=0.6"),
+    "--sampling.temperature=1.2",
     *("--curriculum.easy-threshold=0.75", "--curriculum.hard-threshold=0.25"),
     *("--curriculum.online-difficulty-filtering", "--no-eval.eval-base-model"),
     *("--eval.num-examples=2", "--checkpoint.interval=2", ONE_THREAD),
-    "--no-dashboard.enabled",
+    "--dashboard.port=None",
 )
 CONTINUED_SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=8", "--train.learning-rate=0.01"),
     *("--no-eval.eval-base-model", "--eval.num-examples=1", ONE_THREAD),
-    *("--checkpoint.keep-journal", "--no-dashboard.enabled"),
+    *("--checkpoint.keep-journal", "--dashboard.port=None"),
 )  # fmt: skip
 
 

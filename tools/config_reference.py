@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import Section, default_text, row_model_of
-from peralta_zmq.config.training_sections import EnvSection
+from peralta_zmq.config.training_sections import DataSection, EnvSection, RewardSettings
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "config.md"
 OPENING = """\
@@ -28,6 +28,9 @@ the same TOML file: `bin/trainer @ configs/lan.toml`. On the command line, a set
 `bin/trainer @ configs/lan.toml --train.learning-rate 1e-5`. `--no-eval.eval-base-model` sets
 `eval.eval_base_model`, which is true or false, to false. The value `None` unsets a setting.
 """
+INHERITED = {*DataSection.model_fields, *RewardSettings.model_fields}
+NOTE = """ In files only. Further settings are those of
+[data], and `reward`, `reward_weights` and `reward_kwargs` as in [task]."""
 KINDS = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", dict: "table"}
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -37,7 +40,7 @@ def config_text() -> str:
     parts = [OPENING]
     for name, section in section_models().items():
         parts.append(_section(f"[{name}]", section))
-    parts.append(_section("[[env]] and [[eval.env]]", EnvSection, note=" In files only."))
+    parts.append(_section("[[env]] and [[eval.env]]", EnvSection, note=NOTE, without=INHERITED))
     return "\n".join(parts)
 
 
@@ -47,11 +50,13 @@ def main() -> None:
     file.write_text(config_text(), "utf-8")
 
 
-def _section(title: str, section: type[Section], *, note: str = "") -> str:
+def _section(
+    title: str, section: type[Section], *, note: str = "", without: Collection[str] = ()
+) -> str:
     rows = [
         f"| `{name}` | {_code(default_text(field))} | {allowed(field)} | {_cell(field)} |"
         for name, field in section.model_fields.items()
-        if not row_model_of(field)
+        if not row_model_of(field) and name not in without
     ]
     head = ["| setting | default | may be | meaning |", "|---|---|---|---|"]
     return "\n".join(

@@ -98,7 +98,7 @@ INVALID: dict[str, Attack] = {
     "too many tokens": lambda group: _with_size(group, num_generated=1_000),
 }
 # For any policy that gives their tokens at least -50, the mean ratio of these groups is 220 times
-# MAX_MEAN_RATIO of learning/unusable_groups.py or more, also with one of 32 tokens: e^20 / 32.
+# MAX_MEAN_RATIO of learning/update.py or more, also with one of 32 tokens: e^20 / 32.
 POISONED: dict[str, Attack] = {
     "skewed logprobs": lambda group: _with_logprobs(group, SKEWED_LOGPROB),
     "one token of the least logprob": lambda group: _with_logprobs(

@@ -22,7 +22,7 @@ from tools.hostile_sender import CLOSE_SECONDS
 from tools.run_history import History, Key, Record, read_history
 
 IN_STEPS = ("trained", "no_signal")  # outcomes of groups in the batch of a training step
-RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
+RECORDED = (*IN_STEPS, "stale", "abandoned", "filtered", "evaluated", "invalid")
 # Outcomes of the groups of tools.hostile_sender, and what they are called in the report.
 HOSTILE_OUTCOMES = {
     "invalid": "refused at decode",
@@ -296,7 +296,7 @@ def outcomes_of(history: History) -> dict[Key, str]:
 
 def without_cause(history: History) -> Iterator[Record]:
     """Records whose outcome is impossible for their group."""
-    logs, flagged = history.logs, _flagged(history)
+    logs = history.logs
     undone, resumed_at = _undone_weights(history)
     completed = _completed(history)
     for record in history.journal:
@@ -313,7 +313,6 @@ def without_cause(history: History) -> Iterator[Record]:
             or record.step - 1 in completed,  # a later session has continued the complete run
             "filtered": history.filters,
             "evaluated": evaluates,
-            "mismatched": flagged.get(record.key[0], record.step) < record.step,
             "invalid": False,  # a generator of this program never sends an invalid group
         }
         if not causes.get(record.outcome, not (evaluates or is_undone)):
@@ -340,19 +339,6 @@ def _undone_weights(history: History) -> tuple[set[str], float]:
             }
             is_rolled_back = False
     return undone, resumed_at
-
-
-def _flagged(history: History) -> dict[str, int]:
-    """Senders whose groups were dropped for logprob mismatch, and the first such step."""
-    steps: dict[str, int] = {}
-    for row in _named(history, "mismatch"):
-        if row.get("dropped"):
-            sender, step = (
-                f"{row.get('generator')}/{row.get('incarnation')}",
-                int(number(row, "step")),
-            )
-            steps[sender] = min(step, steps.get(sender, step))
-    return steps
 
 
 def repeated_steps(history: History) -> list[int]:

@@ -62,7 +62,7 @@ SETTINGS = (
     # At 1e-5 the task was learned after 1,000 of 5,400 steps, and 19 of 20 groups lacked signal.
     *("--train.lr-scheduler-type", "constant", "--train.learning-rate", "1e-6"),
     *("--eval.num-examples", "4", "--no-eval.eval-base-model"),
-    *("--checkpoint.interval", "10", "--weights.poll-seconds", "1"),
+    *("--checkpoint.interval", "10"),
 )
 GENERATORS = tuple(f"generator-{index}" for index in range(NUM_GENERATORS))
 NAMES = tuple(f"local-{index}" for index in range(NUM_GENERATORS))  # in their key files

@@ -1,8 +1,4 @@
-"""Learner, loss and reference models of a run.
-
-The policy is the model that is trained. The trainer's learner takes training steps. The base
-weights are those of `model.name`, untrained.
-"""
+"""Learner, loss and reference models of a run."""
 
 from __future__ import annotations
 
@@ -15,21 +11,21 @@ from typing import Any, Literal
 import torch
 
 from peralta_zmq import models, registry
-from peralta_zmq.build.engines import make_temperature
 from peralta_zmq.build.environments import make_demonstrations
 from peralta_zmq.config import Config
-from peralta_zmq.config.objective_sections import AdvantageSection, CustomFilter, LossSection
+from peralta_zmq.config.named_losses import LOSSES
+from peralta_zmq.config.objective_sections import AdvantageSection, LossSection
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.learning import losses
 from peralta_zmq.learning.advantages import (
     AdvantageFunction,
     Filter,
-    RewardShaping,
+    TermWeights,
     step_wide_setting,
 )
-from peralta_zmq.learning.composition import Composition, compose
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.learner import Learner, LearnerSettings
-from peralta_zmq.learning.losses import TokenLoss, composed, with_entropy_bonus
+from peralta_zmq.learning.losses import TokenLoss
 from peralta_zmq.learning.master_weights import MakeMasters, MasterWeights
 from peralta_zmq.learning.optimizer import UpdateSettings, learning_rate
 from peralta_zmq.learning.packing import Packing
@@ -44,10 +40,10 @@ from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.signatures import Signature
 
 logger = logging.getLogger(__name__)
-SHAPING = {"multi_objective_aggregation", "reward_weights", "length_penalty"}
 # Settings of [loss] and [advantage] that are no options of the function.
-ANY_LOSS = {"entropy_coef", "sft_file", "sft_weight", "sft_batch_size"}
-NO_OPTIONS = {"name", "kwargs", *ANY_LOSS, *SHAPING}
+NO_OPTIONS = {
+    *("name", "kwargs", "entropy_coef", "sft_file", "sft_weight", "multi_objective_aggregation")
+}
 
 
 # Learner.
@@ -76,16 +72,14 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     settings = LearnerSettings(
         loss=make_loss(config),
         advantage=make_advantage(config),
-        shaping=make_reward_shaping(config),
+        term_weights=make_term_weights(config),
         filters=make_filters(config, vocab_size=int(model.config.vocab_size)),
         optim=train.optim,
         packing=Packing(
             max_tokens=train.max_tokens_per_microbatch,
-            oversize=train.oversize,
             share_prompts=scorer.packs,
             temperatures={
-                env.label: make_temperature(config, config.sampling_of(env))
-                for env in config.environments
+                env.label: config.sampling_of(env).temperature for env in config.environments
             },
         ),
         num_minibatches=train.num_minibatches,
@@ -144,7 +138,8 @@ def load_policy(config: Config, folder: Path) -> models.Model:
 
     With `lora.rank` it is frozen, in the format `lora.base_dtype`, and has LoRA adapters in fp32.
     """
-    device, section = models.choose_device(config.model.device), config.lora
+    device = models.choose_device(config.model.device)
+    section = config.lora
     models.limit_memory(device, config.train.memory_fraction)
     if device.type == "cpu":
         models.use_deterministic_operators()
@@ -159,8 +154,6 @@ def load_policy(config: Config, folder: Path) -> models.Model:
     if section.rank is not None:
         adapters = section.model_dump(exclude={"base_dtype"})
         lora.add_adapters(model, seed=config.run.seed, **adapters)
-        if section.dropout:
-            torch.manual_seed(config.run.seed)  # for dropout; a checkpoint then replaces this state
         num_trained = sum(tensor.numel() for tensor in lora.trained_parameters(model).values())
         logger.info(
             "lora rank=%d base_dtype=%s trained=%d", section.rank, section.base_dtype, num_trained
@@ -210,33 +203,32 @@ def make_loss(config: Config) -> TokenLoss:
 
     With `entropy_coef`, an entropy bonus is added to the loss.
     """
-    section, parts = config.loss, make_composition(config)
-    loss = composed(section.name, parts) if parts else _bind_section("loss", section)
+    section = config.loss
+    if section.name in LOSSES:
+        loss = losses.make_loss(section, max_completion_length=config.max_completion_length)
+    else:
+        loss = _bind_section("loss", section)
     if section.name == "grpo":
         logger.info("loss grpo: mean over rollouts, as in TRL; the mean over tokens is loss dapo")
-    return with_entropy_bonus(loss, section.entropy_coef) if section.entropy_coef else loss
-
-
-def make_composition(config: Config) -> Composition | None:
-    """The parts of a shipped loss; None for a user's loss. ConfigError for ineffective options."""
-    section = config.loss
-    if not registry.is_shipped("loss", section.name):
-        return None
-    options = section.model_dump(exclude=NO_OPTIONS, exclude_none=True)
-    options["max_completion_length"] = config.max_completion_length
-    return compose(section.name, options, kwargs=section.kwargs, entropy_coef=section.entropy_coef)
+    coefficient = section.entropy_coef
+    return losses.with_entropy_bonus(loss, coefficient) if coefficient else loss
 
 
 def make_selection(config: Config, scorer: Scorer) -> TokenSelection | None:
     """The selection of tokens that the loss sets, if any."""
-    parts = make_composition(config)
-    if parts is None or (parts.top_entropy_quantile == 1.0 and parts.m2_threshold is None):
+    threshold = m2_threshold(config.loss)
+    if config.loss.top_entropy_quantile == 1.0 and threshold is None:
         return None
     return TokenSelection(
         compute=scorer.with_entropy,
-        top_entropy_quantile=parts.top_entropy_quantile,
-        m2_threshold=parts.m2_threshold,
+        top_entropy_quantile=config.loss.top_entropy_quantile,
+        m2_threshold=threshold,
     )
+
+
+def m2_threshold(section: LossSection) -> float | None:
+    """The bound of a named loss on the second moment of the log ratios of a step, if any."""
+    return LOSSES[section.name].m2_threshold if section.name in LOSSES else None
 
 
 def early_divisor(config: Config, *, num_ranks: int = 1) -> tuple[Divisor | None, str]:
@@ -246,17 +238,18 @@ def early_divisor(config: Config, *, num_ranks: int = 1) -> tuple[Divisor | None
     the loss of a group depends on other groups only by one divisor, a total that is known at the
     end of the step, and if the step has a single update.
     """
-    train, section, parts = config.train, config.loss, make_composition(config)
-    is_by_token = parts is not None and parts.aggregation == "token"
+    train = config.train
+    section = config.loss
+    is_by_token = section.aggregation == "token"
     step_wide = step_wide_setting(make_advantage(config))
     reasons = [
         (f"{num_ranks} ranks", num_ranks > 1),
         (f"train.num_minibatches {train.num_minibatches}", train.num_minibatches > 1),
         (f"train.num_iterations {train.num_iterations}", train.num_iterations > 1),
         (step_wide, bool(step_wide)),
-        (f"loss '{section.name}' is not one of this package", parts is None),
-        ("loss.top_entropy_quantile", parts is not None and parts.top_entropy_quantile < 1.0),
-        ("loss.m2_threshold", parts is not None and parts.m2_threshold is not None),
+        (f"loss '{section.name}' is not one of this package", section.name not in LOSSES),
+        ("loss.top_entropy_quantile", section.top_entropy_quantile < 1.0),
+        (f"loss '{section.name}'", m2_threshold(section) is not None),
         # The bonus divides by the tokens, the loss by the rollouts.
         (
             "loss.entropy_coef without loss.aggregation token",
@@ -272,9 +265,14 @@ def make_advantage(config: Config) -> AdvantageFunction:
     return _bind_section("advantage", config.advantage)
 
 
-def make_reward_shaping(config: Config) -> RewardShaping:
-    """The shaping of rewards that [advantage] sets."""
-    return RewardShaping(**config.advantage.model_dump(include=SHAPING))
+def make_term_weights(config: Config) -> TermWeights | None:
+    """The weights of normalized terms of the reward; None if terms are not normalized."""
+    if config.advantage.multi_objective_aggregation == "sum_then_normalize":
+        return None
+    return {
+        env.label: dict(zip(env.reward_labels, env.reward_weights or (), strict=False))
+        for env in config.environments
+    }
 
 
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
@@ -283,20 +281,25 @@ def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
     A filter function with a parameter `vocab_size` or `max_completion_length` gets the run's value.
     Raises ConfigError for an unknown option.
     """
+    section = config.filter
     run_values = {
         "vocab_size": vocab_size,
         "max_completion_length": config.max_completion_length,
     }
-    shipped = {name: section for name, section in config.filter if name != "custom" and section}
+    names = {**dict.fromkeys(section.count, False), **dict.fromkeys(section.remove, True)}
+    if unused := section.kwargs.keys() - names.keys():
+        raise ConfigError(
+            f"filter.kwargs has options of {min(unused)}, which is not in filter.count or "
+            "filter.remove; add it, or remove the options"
+        )
     filters: list[Filter] = []
-    for name, section in {**shipped, **config.filter.custom}.items():
-        is_custom = isinstance(section, CustomFilter)
-        kwargs = section.kwargs if is_custom else section.model_dump(exclude={"enforce"})
+    for name, removes in names.items():
         function = _load_function("filter", name)
         accepted = registry.option_names("filter", function)
-        options = {key: value for key, value in run_values.items() if key in accepted} | kwargs
+        options = {key: value for key, value in run_values.items() if key in accepted}
+        options |= section.kwargs.get(name, {})
         registry.check_options("filter", name, function, options)
-        filters.append(Filter(name, functools.partial(function, **options), section.enforce))
+        filters.append(Filter(name, functools.partial(function, **options), removes))
     return filters
 
 
@@ -312,7 +315,7 @@ def _bind_section(
 ) -> functools.partial[Any]:
     """The function that the section names, with the section's options bound."""
     function = _load_function(kind, section.name)
-    settings = section.model_dump(exclude=NO_OPTIONS, exclude_defaults=True)
+    settings = section.model_dump(exclude=NO_OPTIONS, exclude_unset=True, exclude_none=True)
     options = registry.bind_options(kind, section.name, function, settings, section.kwargs)
     return functools.partial(function, **options)
 
@@ -329,13 +332,12 @@ def make_reference_models(
     which must have the base weights. Raises ConfigError for settings that the loss does not use,
     and for a teacher with a different vocabulary.
     """
-    train, used = config.train, reference_models_used(config)
+    train = config.train
+    used = reference_models_used(config)
     parameters = lora.trained_parameters(model)
     reference = teacher = None
     if "reference" in used:
-        reference = PolicyCopy(
-            parameters, scorer, sync_steps=train.ref_sync_steps, mixup_alpha=train.ref_mixup_alpha
-        )
+        reference = PolicyCopy(parameters, scorer, sync_steps=train.ref_sync_steps)
     elif train.ref_sync_steps:
         raise ConfigError(
             f"train.ref_sync_steps {train.ref_sync_steps} is set, but loss '{config.loss.name}' "
@@ -357,9 +359,10 @@ def reference_models_used(config: Config) -> set[str]:
     A user's loss needs the reference if it has an option `beta` that is not 0, and the teacher if
     it has such an option `teacher_tau`, or if `model.teacher` is set.
     """
-    if (parts := make_composition(config)) is not None:
-        return parts.reference_models
     section = config.loss
+    if section.name in LOSSES:
+        used = {"reference": section.beta, "teacher": section.teacher_tau}
+        return {model for model, coefficient in used.items() if coefficient}
     defaults = Signature(registry.resolve("loss", section.name)).defaults
     options = {**defaults, **section.model_dump(exclude_none=True), **section.kwargs}
     used = {"reference": options.get("beta"),

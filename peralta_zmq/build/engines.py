@@ -1,8 +1,4 @@
-"""Engine and sampling of a run.
-
-A generator's engine samples completions with the weights of a version. A version is a whole model
-or, with [lora], only adapters, which each machine adds to the base model `model.name`.
-"""
+"""Engine and sampling of a run."""
 
 from __future__ import annotations
 
@@ -14,19 +10,18 @@ from typing import Any
 
 from peralta_zmq import models, registry
 from peralta_zmq.config import Config
-from peralta_zmq.config.training_sections import EnvSection, SamplingSection
+from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.engines import choice
 from peralta_zmq.engines.engine_models import loading_errors
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import GroupSampling, Problem, Sampling, TemperatureSchedule
+from peralta_zmq.rollout import GroupSampling, Problem, Sampling
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
-TEMPERATURE_OPTIONS = ("temperature", "temp_scheduler", "temp_start", "temp_end")  # of [sampling]
 
 
 def make_engine(
@@ -37,7 +32,8 @@ def make_engine(
     Raises ConfigError for adapters that do not belong to `model.name`, and for untrusted code;
     StoreError if the files of the model cannot be loaded.
     """
-    version, update = weights.version, weight_update(weights)
+    version = weights.version
+    update = weight_update(weights)
     folder = base_folder(config, version) if update.is_adapter else weights.folder
     trust = {"trust_remote_code": config.model.trust_remote_code}
     models.check_code(folder, **trust)
@@ -155,13 +151,8 @@ def base_folder(config: Config, version: Version) -> Path:
 def make_sampling(config: Config, env: EnvSection | None = None, *, seed: int) -> Sampling:
     """The sampling parameters of rollouts for training: of [sampling], or of an environment."""
     section = config.sampling if env is None else config.sampling_of(env)
-    excluded = {"num_generations", "stop", "max_completion_length", *TEMPERATURE_OPTIONS}
-    temperature = make_temperature(config, section)
-    is_scheduled = isinstance(temperature, TemperatureSchedule)
     return Sampling(
-        **section.model_dump(exclude=excluded),
-        temperature=1.0 if is_scheduled else temperature,
-        schedule=temperature if is_scheduled else None,
+        **section.model_dump(exclude={"num_generations", "stop", "max_completion_length"}),
         max_completion_length=section.max_completion_length or config.engine.max_model_len,
         fills_context=section.max_completion_length is None,
         stop=section.stop or (),
@@ -170,25 +161,20 @@ def make_sampling(config: Config, env: EnvSection | None = None, *, seed: int) -
 
 
 def make_eval_sampling(config: Config, env: EnvSection | None = None, *, seed: int) -> Sampling:
-    """The sampling parameters of an evaluation: of [eval], or of an environment.
+    """The sampling parameters of an evaluation: of [sampling], or of an environment.
 
-    One completion per problem is sampled greedily; with `eval.rollouts_per_example` above 1, the
-    completions are sampled as in training. `eval.temperature` and `eval.max_completion_length`
-    replace these values; `env.eval_sampling` takes precedence over both. Stop strings are those of
-    training.
+    `eval.sampling` and then `env.eval_sampling` replace these values. Unless they set a
+    temperature, the only completion of a problem is sampled greedily.
     """
-    section, sampling = config.eval, make_sampling(config, env, seed=seed)
-    num_completions = config.rollouts_per_example_of(env) if env else section.rollouts_per_example
-    own: dict[str, Any] = section.model_dump(include={"temperature", "max_completion_length"})
-    if env and env.eval_sampling:
-        own |= env.eval_sampling.model_dump(exclude_none=True)
-    own = {name: value for name, value in own.items() if value is not None}
-    if num_completions == 1:
-        own = {"temperature": 0.0, **own}
+    sampling = make_sampling(config, env, seed=seed)
+    num_completions = (
+        config.rollouts_per_example_of(env) if env else config.eval.rollouts_per_example
+    )
+    own: dict[str, Any] = {"temperature": 0.0} if num_completions == 1 else {}
+    for section in (config.eval.sampling, env.eval_sampling if env else None):
+        own |= section.model_dump(exclude_none=True) if section else {}
     if "max_completion_length" in own:
         own["fills_context"] = False
-    if "temperature" in own:
-        own["schedule"] = None
     if own.get("temperature") == 0.0:
         sampling = Sampling(
             max_completion_length=sampling.max_completion_length,
@@ -207,7 +193,7 @@ def group_sampling(config: Config, *, seed: int) -> Callable[[Problem], GroupSam
             config.sampling_of(env).num_generations, make_sampling(config, env, seed=seed)
         )
         for env in config.environments
-        if env.num_generations or env.sampling
+        if env.sampling
     }
     return lambda problem: own.get(problem.task, default)
 
@@ -223,13 +209,3 @@ def eval_group_sampling(config: Config, *, seed: int) -> Callable[[Problem], Gro
         if env.sampling or env.rollouts_per_example or env.eval_sampling
     }
     return lambda problem: own.get(problem.task, default)
-
-
-def make_temperature(config: Config, section: SamplingSection) -> float | TemperatureSchedule:
-    """The sampling temperature; a schedule is a function of the policy step."""
-    if section.temp_scheduler is None:
-        return section.temperature or 1.0
-    assert section.temp_start is not None and section.temp_end is not None
-    return TemperatureSchedule(
-        section.temp_scheduler, section.temp_start, section.temp_end, config.train.max_steps
-    )

@@ -1,8 +1,4 @@
-"""Environments of a run: problems, reward functions, and the pool that calls them.
-
-An environment is a source of problems with reward functions; a verifier is a service that runs
-environments for generators.
-"""
+"""Environments of a run: problems, reward functions, and the pool that calls them."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any, Literal, cast
 
@@ -26,7 +21,6 @@ from peralta_zmq.environments.dataset import (
     Environments,
     ReplySource,
     RewardSource,
-    check_ids,
     labeled_problem,
     load_problems,
 )
@@ -39,12 +33,11 @@ from peralta_zmq.environments.reward_functions import (
 from peralta_zmq.environments.reward_pool import (
     LocalReplies,
     LocalRewards,
-    NoRewards,
     RewardPool,
 )
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
-from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.errors import ConfigError, TaskError, did_you_mean
 from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.models.scorer import Scorer
@@ -54,7 +47,8 @@ from peralta_zmq.signatures import Signature, call_error
 
 logger = logging.getLogger(__name__)
 VERIFIER_QUEUE = 256  # completions that may wait for a reward worker of a verifier
-OWN_REWARD = "task"  # in reward_functions: the reward function of the task
+OWN_REWARD = "task"  # in task.reward: the reward function of the task
+SFT_SHARE = 8  # rollouts of a step for each demonstration of loss.sft_file
 
 
 def open_environments(
@@ -73,38 +67,36 @@ def open_environments(
     reply_sources: dict[str, ReplySource] = {}
     pool = make_reward_pool(config, is_verifier=local)
     for env in sections:
-        task: registry.Task | None = None
-        remote: RemoteEnvironment | None = None
-        if env.address is None or local:
-            task = registry.resolve("task", env.task_name)
-            load, options = task.problems, env.data_options
-        else:
-            reward_sources[env.label] = remote = _remote_environment(config, env)
-            load, options = remote.problems, {}  # a verifier uses the options of its own config
-        with_progress = functools.partial(track, f"loading {env.label}")
+        is_remote = env.address is not None and not local
+        source = (
+            _remote_environment(config, env)
+            if is_remote
+            else registry.resolve("task", env.task_name)
+        )
         loaded = load_problems(
-            load, split, seed=config.run.seed, options=options, wrap=with_progress
+            source.problems,
+            split,
+            seed=config.run.seed,
+            options={} if is_remote else env.data_options,  # a verifier uses its own config's
+            wrap=functools.partial(track, f"loading {env.label}"),
         )
         loaded = loaded[: None if limit < 0 else limit]
-        if remote is not None and remote.has_turns:
-            reply_sources[env.label] = remote
-        if task is not None and (turns := turns_of(task)):  # some tasks have them after loading
-            reply_sources[env.label] = LocalReplies(turns, pool)
-        if split == "train" and config.task.skip_verification:
-            reward_sources[env.label] = NoRewards()
-        elif task is not None:
-            functions = make_reward_functions(config, env, task, example=loaded[0])
+        if isinstance(source, RemoteEnvironment):
+            reward_sources[env.label] = source
+            if source.has_turns:
+                reply_sources[env.label] = source
+        else:
+            functions = make_reward_functions(config, env, source, example=loaded[0])
             if any(each.function is rows_task.reward for each in functions):
                 rows_task.check_answers(loaded)
             reward_sources[env.label] = LocalRewards(functions, pool)
-        keys = config.curriculum.hash_keys  # a problem's id is a hash of these parts
+            if turns := turns_of(source):  # some tasks have them after loading
+                reply_sources[env.label] = LocalReplies(turns, pool)
+            # A verifier has labeled its problems.
+            loaded = [labeled_problem(problem, env.label) for problem in loaded]
         replies = reply_sources.get(env.label)
         variables = _template_variables(env, replies.schemas if replies else ())
-        check_ids(loaded, env.label, keys)
-        problems += [
-            replace(labeled_problem(problem, env.label, keys), chat_template_kwargs=variables)
-            for problem in loaded
-        ]
+        problems += [replace(problem, chat_template_kwargs=variables) for problem in loaded]
         sizes[env.label] = len(loaded)
     return Environments(sizes, tuple(problems), reward_sources, pool, reply_sources)
 
@@ -118,8 +110,7 @@ def _remote_environment(config: Config, env: EnvSection) -> RemoteEnvironment:
     return RemoteEnvironment(
         [host_and_port(address, option="env.address") for address in env.address or ()],
         env=env.label,
-        token=read_private_token(config.verifier.token_file, option="verifier.token_file"),
-        concurrency=config.task.reward_concurrency,
+        token=read_private_token(config.security.token_file),
         reward_timeout=config.task.reward_timeout,
     )
 
@@ -127,10 +118,9 @@ def _remote_environment(config: Config, env: EnvSection) -> RemoteEnvironment:
 def make_reward_pool(config: Config, *, is_verifier: bool) -> RewardPool:
     """The pool of processes that call reward functions of this machine's environments."""
     section = config.task
-    spare_cores = models.available_cores() // config.generator.num_workers
+    spare_cores = models.available_cores() // config.run.num_workers
     return RewardPool(
         num_workers=section.reward_workers or max(1, spare_cores),
-        concurrency=section.reward_concurrency,
         timeout_seconds=section.reward_timeout,
         queue_limit=VERIFIER_QUEUE if is_verifier else config.engine.slots,
     )
@@ -143,7 +133,7 @@ def make_demonstrations(
 
     Raises TaskError for a file that cannot be read.
     """
-    section, train = config.loss, config.train
+    section = config.loss
     if section.sft_file is None:
         return None
     tokenizer = models.load_tokenizer(
@@ -168,24 +158,21 @@ def make_demonstrations(
         return demonstration([*map(int, prompt)], [*completion, *end_ids])
 
     demonstrated = read_rows(section.sft_file, prompt_column="prompt", answer_column="completion")
-    rollouts, limit = [*map(rollout_of_row, demonstrated)], train.max_tokens_per_microbatch
+    rollouts = [*map(rollout_of_row, demonstrated)]
+    limit = config.train.max_tokens_per_microbatch
     if num_long := sum(len(rollout.token_ids) > limit for rollout in rollouts):
         logger.warning(
             "%d of %d demonstrations in loss.sft_file are longer than "
-            "train.max_tokens_per_microbatch %d: train.oversize %s applies to them",
-            num_long, len(rollouts), limit, train.oversize,
+            "train.max_tokens_per_microbatch %d: their beginning is trained",
+            num_long, len(rollouts), limit,
         )  # fmt: skip
     return Demonstrations(
         rollouts=rollouts,
         weight=section.sft_weight,
-        batch_size=section.sft_batch_size,
+        batch_size=max(1, config.train.batch_size // SFT_SHARE),
         seed=config.run.seed,
         compute_logprobs=scorer,
-        packing=Packing(
-            max_tokens=train.max_tokens_per_microbatch,
-            oversize=train.oversize,
-            share_prompts=scorer.packs,
-        ),
+        packing=Packing(max_tokens=limit, share_prompts=scorer.packs),
     )
 
 
@@ -216,69 +203,67 @@ def make_reward_functions(
     `example` is one of its problems, whose fields the functions can have as parameters. Raises
     ConfigError for functions that cannot be imported or called, and for options of no function.
     """
-    names, kwargs = env.reward_functions, env.reward_kwargs
     has_turns = config.task.max_turns > 1 and turns_of(task) is not None
     length = config.engine.max_model_len if has_turns else config.max_completion_length_of(env)
-    if not names:
-        return [_own_function(env, task, kwargs, example, max_completion_length=length)]
-    labels = [name.replace(":", ".").rpartition(".")[2] for name in names]
-    for label, options in kwargs.items():
+    weights = env.reward_weights or [1.0] * len(env.reward)
+    if len(env.reward) < 2:
+        name = env.reward[0] if env.reward else OWN_REWARD
+        function = _reward_function(name, task, env.reward_kwargs, example, length=length)
+        return [replace(function, weight=weights[0] if weights else 1.0)]
+    labels = env.reward_labels
+    for label, options in env.reward_kwargs.items():
         if label not in labels or not isinstance(options, Mapping):
-            similar = get_close_matches(label, labels, n=1)
-            hint = f"did you mean {similar[0]}?" if similar and label not in labels else ""
+            hint = "" if label in labels else did_you_mean(label, labels)
             raise ConfigError(
-                f"reward_kwargs.{label} is not a table of options of one of reward_functions "
-                f"({', '.join(labels)}); {hint or 'give one table for each function'}"
+                f"reward_kwargs.{label} is not a table of options of one of the functions "
+                f"{', '.join(labels)}; {hint or 'give one table for each function'}"
             )
     if len(set(labels)) < len(labels):
         raise ConfigError(
-            f"reward_functions {', '.join(names)}: two have the same name in metrics; "
+            f"reward {', '.join(env.reward)}: two functions have the same name in metrics; "
             "give each function its own name"
         )
     functions: list[RewardFunction] = []
-    for name, label, weight in zip(
-        names, labels, env.reward_weights or [1.0] * len(names), strict=True
-    ):
-        options = kwargs.get(label, {})
-        if name == OWN_REWARD:
-            own = _own_function(env, task, options, example, max_completion_length=length)
-            functions.append(replace(own, label=label, weight=weight))
-        else:
-            function = registry.resolve("reward_function", name)
-            path = registry.import_path("reward_function", name)
-            made = _group_function(
-                name, function, options, example, path=path, max_completion_length=length
-            )
-            functions.append(replace(made, label=label, weight=weight))
+    for name, label, weight in zip(env.reward, labels, weights, strict=True):
+        options = env.reward_kwargs.get(label, {})
+        function = _reward_function(
+            name, task, options, example, length=length, takes_group=name != OWN_REWARD
+        )
+        functions.append(replace(function, label=label, weight=weight))
     return functions
 
 
-def _own_function(
-    env: EnvSection,
+def _reward_function(
+    name: str,
     task: registry.Task,
     options: Mapping[str, Any],
     example: Problem,
     *,
-    max_completion_length: int,
+    length: int,
+    takes_group: bool = False,
 ) -> RewardFunction:
-    """The reward function of the task, or that of `reward`, which may have TRL's signature."""
-    function: Callable[..., Any] = task.reward
-    path = f"{task.__name__}:reward" if isinstance(task, ModuleType) else ""
-    if env.reward is not None:
-        function = registry.resolve("reward", env.reward)
-        path = registry.import_path("reward", env.reward)
-        if is_group_function(function):
-            return _group_function(
-                env.reward, function, options, example,
-                path=path, max_completion_length=max_completion_length,
-            )  # fmt: skip
+    """A reward function, which may have TRL's signature, or must have it if `takes_group`.
+
+    `length` is the default of its parameter max_completion_length.
+    """
+    if name == OWN_REWARD:
+        function: Callable[..., Any] = task.reward
+        path = f"{task.__name__}:reward" if isinstance(task, ModuleType) else ""
+        is_bounded = _is_bounded(task, function)
+    else:
+        function = registry.resolve("reward", name)
+        path = registry.import_path("reward", name)
+        is_bounded = False
+    if takes_group or (name != OWN_REWARD and is_group_function(function)):
+        options = _group_options(name, function, options, example, length=length)
+        is_bounded = _is_bounded(function, function)
+        return RewardFunction(function, options, is_bounded, takes_group=True, path=path)
     columns = Signature(function, 2).accepted(completion_arguments(example))
     if error := call_error(function, None, None, **{**columns, **options}):
         raise ConfigError(
             f"task.reward_kwargs do not fit the reward function: {error}; "
             "change task.reward_kwargs or task.reward"
         )
-    is_bounded = env.reward is None and _is_bounded(task, function)
     return RewardFunction(function, options, is_bounded, path=path)
 
 
@@ -288,36 +273,18 @@ def _is_bounded(owner: object, function: Callable[..., Any]) -> bool:
     return is_declared and not inspect.iscoroutinefunction(function)
 
 
-def _group_function(
-    name: str,
-    function: Callable[..., Any],
-    options: Mapping[str, Any],
-    example: Problem,
-    *,
-    path: str,
-    max_completion_length: int,
-) -> RewardFunction:
-    """A function with TRL's signature."""
-    options = _group_options(
-        name, function, options, example, max_completion_length=max_completion_length
-    )
-    is_bounded = _is_bounded(function, function)
-    return RewardFunction(function, options, is_bounded, takes_group=True, path=path)
-
-
 def _group_options(
     name: str,
     function: Callable[..., Any],
     options: Mapping[str, Any],
     example: Problem,
     *,
-    max_completion_length: int,
+    length: int,
 ) -> dict[str, Any]:
-    """The options of a function with TRL's signature, after checks.
+    """The options of a function with TRL's signature.
 
-    `max_completion_length` is the default of a parameter with this name. Raises ConfigError for an
-    option that the function does not have, and for a parameter that neither the options nor the
-    fields of the problem supply.
+    Raises ConfigError for an option that the function does not have, and for a parameter that
+    neither the options nor the fields of the problem supply.
     """
     signature = Signature(function)
     available = group_arguments(example, ["text"], [()])
@@ -330,7 +297,7 @@ def _group_options(
             )
     filled = dict(options)
     if "max_completion_length" in signature.names:
-        filled.setdefault("max_completion_length", max_completion_length)
+        filled.setdefault("max_completion_length", length)
     missing = [name for name in signature.required if name not in {*available, *filled}]
     if missing:
         raise ConfigError(

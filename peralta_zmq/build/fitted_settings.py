@@ -25,17 +25,19 @@ from peralta_zmq.memory import gib, read_shape
 from peralta_zmq.rollout import Problem
 
 SMALL_MODEL = 20_000_000  # parameters
-FULL_RATE, LORA_RATE, SMALL_RATE = 1e-5, 1e-4, 1e-4  # learning rates; the last of small models
 ROLLOUTS = 64  # per step
-MIN_COMPLETION, MAX_COMPLETION = 256, 1024  # tokens
+MIN_COMPLETION = 256  # tokens
+MAX_COMPLETION = 1024
 THINKING_MARK = "<think>"  # in the chat template of a model that writes its reasoning first
 MIN_ROOM = 16  # smallest completion length that a set context length may cause, in tokens
 MULTIPLE = 64  # lengths are multiples of it
 COUNTED = 200  # longest prompts and answers by characters, whose tokens are counted
-USUAL_SHARE, LONGER = 0.95, 4  # longer prompts than 4 times the 95th percentile do not count
+USUAL_SHARE = 0.95  # prompts longer than LONGER times this quantile do not count
+LONGER = 4
 CONTEXT_TURNS = 4  # turns for which the context has room
 EVALUATIONS = 4  # number of evaluations in a run
-MIN_MICROBATCH, MAX_MICROBATCH = 1024, 16384  # tokens
+MIN_MICROBATCH = 1024  # tokens
+MAX_MICROBATCH = 16384
 MEMORY_SHARE = 0.7  # part of the free memory that trainer and generators of this machine may use
 
 
@@ -72,20 +74,23 @@ def fit_settings(
 
     is_known = num_parameters < float("inf")
     size = f"{num_parameters / 1e6:.3g} M parameters" if is_known else "a large model"
-    if config.lora.rank is not None:
-        choose("train.learning_rate", LORA_RATE, "LoRA")
-    elif num_parameters < SMALL_MODEL:
-        choose("train.learning_rate", SMALL_RATE, f"full fine-tuning of {size}")
-    else:
-        choose("train.learning_rate", FULL_RATE, f"full fine-tuning of {size}")
+    has_adapters = config.lora.rank is not None
+    choose(
+        "train.learning_rate",
+        1e-4 if has_adapters or num_parameters < SMALL_MODEL else 1e-5,
+        "LoRA" if has_adapters else f"full fine-tuning of {size}",
+    )
     group = max(config.group_sizes.values())
     interval = max(1, config.train.max_steps // EVALUATIONS)
     choose("eval.interval", interval, f"1/{EVALUATIONS} of the run")
     lengths = _Lengths.of(config, folder, splits, local=local)
-    num_groups, reason = max(1, ROLLOUTS // group), f"whole groups of {group}"
-    if lengths.num_trained < num_groups:
-        num_groups, reason = lengths.num_trained, "a group of each training problem"
-    choose("train.batch_size", num_groups * group, reason)
+    num_groups = max(1, ROLLOUTS // group)
+    is_small = lengths.num_trained < num_groups
+    choose(
+        "train.batch_size",
+        min(num_groups, lengths.num_trained) * group,
+        "a group of each training problem" if is_small else f"whole groups of {group}",
+    )
     completion, reason = _completion_length(config, lengths)
     choose("sampling.max_completion_length", completion, reason)
     config = with_settings(config, {name: value for name, (value, _) in chosen.items()})
@@ -200,17 +205,17 @@ def _num_parameters(folder: Path) -> float:
 
 def _completion_length(config: Config, lengths: _Lengths) -> tuple[int, str]:
     """Tokens of a completion, and the reason."""
-    if lengths.thinks:
-        tokens, reason = MAX_COMPLETION, "the model thinks before it answers"
-    else:
-        tokens, reason = MIN_COMPLETION, "the usual length of an answer"
-        if (longer := min(MAX_COMPLETION, _rounded(2 * lengths.answer))) > tokens:
-            tokens, reason = longer, f"the longest answer has {lengths.answer} tokens"
+    longest = MAX_COMPLETION if lengths.thinks else _rounded(2 * lengths.answer)
+    tokens = min(MAX_COMPLETION, max(MIN_COMPLETION, longest))
     limit = config.engine.max_model_len if is_set(config, "engine.max_model_len") else None
     room = (limit or lengths.context) - lengths.prompt
     if MIN_ROOM <= room < tokens:
-        tokens, reason = room, f"prompts of up to {lengths.prompt} tokens leave this much"
-    return tokens, reason
+        return room, f"prompts of up to {lengths.prompt} tokens leave this much"
+    if lengths.thinks:
+        return tokens, "the model thinks before it answers"
+    if tokens > MIN_COMPLETION:
+        return tokens, f"the longest answer has {lengths.answer} tokens"
+    return tokens, "the usual length of an answer"
 
 
 def _microbatch(config: Config, folder: Path, memory_gib: float | None) -> tuple[int, str]:
@@ -221,7 +226,7 @@ def _microbatch(config: Config, folder: Path, memory_gib: float | None) -> tuple
     except ConfigError:
         return smallest, "the memory of this architecture cannot be planned"
     plan = planner.plan(config, "trainer")
-    beside = (config.train.num_workers - 1) * planner.plan(config, "generator").peak
+    beside = (config.run.num_workers - 1) * planner.plan(config, "generator").peak
     free = plan.limit
     if memory_gib is None:
         free = min(free, models.free_bytes(models.choose_device(config.model.device)))

@@ -76,10 +76,10 @@ class MemoryPlanner:
 
     def _function(self, config: Config, role: Role) -> MakePlan:
         """The function from settings to the plan of a role; `config` sets the reference models."""
-        shape, machine = self.shape, self.machine
         if role == "generator":
-            return partial(plan_generator, shape=shape, machine=machine)
-        used, teacher_bytes = reference_models_used(config), 0.0
+            return partial(plan_generator, shape=self.shape, machine=self.machine)
+        used = reference_models_used(config)
+        teacher_bytes = 0.0
         teacher = config.model.teacher if "teacher" in used else None
         if teacher is not None:
             folder = models.model_folder(teacher)
@@ -87,8 +87,8 @@ class MemoryPlanner:
             teacher_bytes = frozen_bytes(read_shape(folder), base_dtype)
         return partial(
             plan_trainer,
-            shape=shape,
-            machine=machine,
+            shape=self.shape,
+            machine=self.machine,
             num_references=len(used) - (teacher is not None),
             teacher_bytes=teacher_bytes,
         )

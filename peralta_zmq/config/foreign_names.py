@@ -1,17 +1,17 @@
 """Error messages for unknown settings, with the setting that was probably meant.
 
-A setting is written `section.leaf`, such as `train.learning_rate`. A foreign name is the name that
-another training program (TRL, prime-rl, ...) uses for a setting or section; foreign_names.toml
-lists the foreign names of each setting and section of this program.
+foreign_names.toml lists the names that other training programs (TRL, prime-rl, ...) use for the
+settings and sections of this one, and what replaces settings that this one had.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias, cast
+
+from peralta_zmq.errors import did_you_mean, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,7 +21,7 @@ else:
 Known: TypeAlias = Mapping[str, Mapping[str, object]]  # existing settings: section -> leaf -> type
 
 # Tables "sections" and "settings": name in this program -> foreign names, separated by spaces;
-# table "explanations": what to do -> foreign names.
+# "explanations": what to do -> foreign names; "removed": former setting -> what replaces it.
 NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
@@ -36,6 +36,7 @@ FOREIGN_SECTIONS = _by_foreign_name(NAMES["sections"])
 RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
 # Setting of another program that no setting of this one replaces -> what to do.
 EXPLANATIONS = _by_foreign_name(NAMES["explanations"])
+REMOVED: Mapping[str, str] = NAMES["removed"]
 
 
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:
@@ -60,39 +61,36 @@ def unknown_section(section: str, content: object, known: Known) -> str:
 
 def _hint(section: str, leaf: str, known: Known) -> str:
     """Return the remedy: the setting that was probably meant, or the choices."""
+    if hint := removed_hint(section, leaf):
+        return hint
     if section not in known:  # replace it by the section that was probably meant, "" if unclear
-        matches = get_close_matches(section, known, n=1)
-        section = FOREIGN_SECTIONS.get(section) or (matches[0] if matches else "")
+        section = FOREIGN_SECTIONS.get(section) or nearest(section, known)
     if leaf in known.get(section, {}):
         return f"did you mean {section}.{leaf}?"
     foreign = leaf.lower().replace("-", "_")
     if foreign in EXPLANATIONS:
         return EXPLANATIONS[foreign]
-    if right := RIGHT_NAMES.get(f"{section}.{foreign}"):
-        return _renamed(leaf, right)
-    if owners := [f"[{name}]" for name, leaves in known.items() if leaf in leaves]:
+    owners = [f"[{name}]" for name, leaves in known.items() if leaf in leaves]
+    right = RIGHT_NAMES.get(f"{section}.{foreign}")
+    if right is None and owners:
         return f"'{leaf}' is a setting of {' and '.join(owners)} here"
-    if right := RIGHT_NAMES.get(foreign):
-        return _renamed(leaf, right)
-    return _nearest(section, leaf, known)
-
-
-def _renamed(leaf: str, right: str) -> str:
-    """Return the hint for a foreign name whose setting is `right` (section.name)."""
-    section, _, name = right.partition(".")
-    return f"'{leaf}' is called '{name}' here, in [{section}]: write {right}"
-
-
-def _nearest(section: str, leaf: str, known: Known) -> str:
-    """Return the hint for a misspelt name; without a similar name, list the choices."""
+    if right := right or RIGHT_NAMES.get(foreign):
+        owner, _, name = right.partition(".")
+        return f"'{leaf}' is called '{name}' here, in [{owner}]: write {right}"
     sections_by_leaf = {name: section for section, leaves in known.items() for name in leaves}
-    if matches := get_close_matches(leaf, known.get(section, ()), n=1):
-        return f"did you mean {section}.{matches[0]}?"
-    if matches := get_close_matches(leaf, sections_by_leaf, n=1):
-        return f"did you mean {sections_by_leaf[matches[0]]}.{matches[0]}?"
+    if hint := did_you_mean(leaf, known.get(section, ()), f"{section}.{{}}"):
+        return hint
+    if choice := nearest(leaf, sections_by_leaf):
+        return f"did you mean {sections_by_leaf[choice]}.{choice}?"
     if section:
         return f"the settings of [{section}] are {', '.join(known[section])}"
     return f"the sections are {', '.join(known)}"
+
+
+def removed_hint(section: str, leaf: str) -> str:
+    """What replaces a setting that this program had; '' for another name."""
+    replacement = REMOVED.get(f"{section}.{leaf.replace('-', '_')}")
+    return f"this setting was removed: {replacement}" if replacement else ""
 
 
 def shorten(value: object) -> str:

@@ -1,9 +1,7 @@
 """Schema of a hosts file, which lists the machines (hosts) of a run or its jobs on a cluster.
 
-The program bin/lan copies the project to these hosts and starts their workers: one trainer, and
-generators. With a table [slurm] it submits the workers as jobs of a Slurm cluster instead. The
-docstring under a field explains that setting of the file. `load_hosts` reads and checks a hosts
-file; each error is one line with the remedy.
+bin/lan copies the project to these hosts and starts their workers. With a table [slurm] it submits
+the workers as jobs of a Slurm cluster instead.
 """
 
 from __future__ import annotations
@@ -224,7 +222,8 @@ def _minutes(time: str) -> float:
     if has_days or len(parts) == 3:  # hours[:minutes[:seconds]]
         hours, minutes, seconds = (*parts, 0, 0)[:3]
     else:  # minutes[:seconds]
-        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+        hours = 0
+        minutes, seconds = (*parts, 0)[:2]
     return 1440 * int(days or 0) + 60 * hours + minutes + seconds / 60
 
 

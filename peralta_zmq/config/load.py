@@ -1,8 +1,6 @@
 """Load settings from the command line and TOML files into `Config`; print --help.
 
-A setting is written `section.leaf`: its value comes from the default, from the key `leaf` in the
-table [section] of a file, or from the option --section.leaf. Each error is one line with the
-remedy. The parsing itself is done by pydantic_config.
+Each error is one line with the remedy. The parsing itself is done by pydantic_config.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from inspect import cleandoc
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +20,16 @@ from pydantic.fields import FieldInfo
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 from pydantic_core import ErrorDetails
 
-from peralta_zmq.config.foreign_names import shorten, unknown_section, unknown_setting
+from peralta_zmq.config.foreign_names import (
+    removed_hint,
+    shorten,
+    unknown_section,
+    unknown_setting,
+)
 from peralta_zmq.config.schema import Config, known_fields, section_models
 from peralta_zmq.config.sections import Section, default_text, row_model_of
 from peralta_zmq.config.training_sections import EnvSection
-from peralta_zmq.errors import ConfigError, program_name
+from peralta_zmq.errors import ConfigError, did_you_mean, program_name
 
 FILE_SIGN = "@"  # precedes the name of a config file on the command line
 USAGE = """\
@@ -50,9 +52,8 @@ BOOLS = ("true", "True", "1", "false", "False", "0")  # words that may follow a 
 def load_config(program: str, arguments: Sequence[str], *, commands: Sequence[str] = ()) -> Config:
     """Return the settings for the `arguments` of a command line.
 
-    `program` is the command for the help and the errors, and `commands` are its subcommands, of
-    which the first takes `arguments`. `--help [TOPIC]` prints the help and exits. Raises
-    ConfigError, with a message of one line, for invalid arguments or files.
+    `program` is the command for the help and the errors, and `commands` are its subcommands.
+    `--help [TOPIC]` prints the help and exits. Raises ConfigError.
     """
     words = _split_arguments(arguments)
     for word, following in pairwise([*words, "--"]):
@@ -83,15 +84,14 @@ def check_files(words: Sequence[str]) -> None:
         if path.suffix != ".toml":
             raise ConfigError(f"config file {name} is not a TOML file; name one that ends in .toml")
         if not path.is_file():
-            raise ConfigError(f"config file {name} does not exist; {_nearest_file(path)}")
+            names = sorted(file.name for file in path.parent.glob("*.toml"))
+            hint = did_you_mean(path.name, names, str(path.parent / "{}"))
+            listed = f"{path.parent}/ has {', '.join(names) or 'no .toml file'}"
+            raise ConfigError(f"config file {name} does not exist; {hint or listed}")
 
 
 def reason_of(error: Exception, program: str, root: type[Section] = Config) -> str:
-    """Explain an error of the command line or of a file, with the remedy.
-
-    `program` is the command in the remedy, such as bin/trainer. `root` is the pydantic model that
-    was loaded: `Config` or `Hosts`.
-    """
+    """Explain an error of the command line or of a file; `root` is `Config` or `Hosts`."""
     if isinstance(error.__cause__, ValidationError):
         problems = error.__cause__.errors(include_url=False)
         for problem in problems:
@@ -110,11 +110,7 @@ def reason_of(error: Exception, program: str, root: type[Section] = Config) -> s
 
 
 def _explain_unknown(root: type[Section], path: Sequence[str | int], value: object) -> str:
-    """Explain an unknown setting.
-
-    `path` has the names of the tables around the setting, row numbers in arrays of tables, and
-    last the name of the setting.
-    """
+    """Explain an unknown setting; `path` has its tables, row numbers, and last its name."""
     *tables, leaf = (key for key in path if isinstance(key, str))
     if root is Config and not tables:
         return unknown_section(leaf, value, known_fields())
@@ -123,11 +119,10 @@ def _explain_unknown(root: type[Section], path: Sequence[str | int], value: obje
     model = root
     for table in tables:
         model = _model_of(model.model_fields.get(table)) or model
-    matches = get_close_matches(leaf, model.model_fields, n=1)
     has_row_number = len(path) > len(tables) + 1
     table = f"[[{'.'.join(tables)}]]" if has_row_number else f"[{'.'.join(tables)}]"
     choices = f"the settings there are {', '.join(model.model_fields)}"
-    hint = f"did you mean {matches[0]}?" if matches else choices
+    hint = removed_hint(tables[-1], leaf) or did_you_mean(leaf, model.model_fields) or choices
     return f"unknown setting {leaf} in {table}; {hint}"
 
 
@@ -140,7 +135,8 @@ def _model_of(field: FieldInfo | None) -> type[Section] | None:
 
 def _explain_wrong_value(problem: ErrorDetails) -> str:
     """Explain an invalid value of a setting, or a section that is used as a setting."""
-    name, value = ".".join(map(str, problem["loc"])), shorten(problem["input"])
+    name = ".".join(map(str, problem["loc"]))
+    value = shorten(problem["input"])
     if name in section_models():
         leaves = ", ".join(known_fields()[name])
         return f"'{name}' is a section, not a setting ({name} = {value}); its settings: {leaves}"
@@ -155,8 +151,8 @@ def help_text(program: str, commands: Sequence[str] = (), *, topic: str = "") ->
     """Return the text of --help TOPIC, as wide as the terminal.
 
     A topic is a section, or a word in the name or the description of settings; without a topic,
-    the sections are listed. The help of pydantic_config is not used: it takes 0.8 s, because it
-    parses pydantic's source. Raises ConfigError for a word that no setting has.
+    the sections are listed. The help of pydantic_config takes 0.8 s. Raises ConfigError for a word
+    that no setting has.
     """
     sections = {**section_models(), "env": EnvSection}
     topic = topic.removeprefix("--").replace("-", "_").lower()
@@ -187,10 +183,9 @@ def help_text(program: str, commands: Sequence[str] = (), *, topic: str = "") ->
     ]
     if not found:
         leaves = [name.partition(".")[2] for name, _ in options]
-        matches = get_close_matches(topic, [*sections, *leaves], n=1)
-        hint = f"did you mean {program} --help {matches[0]}? " if matches else ""
+        hint = did_you_mean(topic, [*sections, *leaves], f"{program} --help {{}}")
         raise ConfigError(
-            f"no setting has '{topic}' in its name or description; {hint}"
+            f"no setting has '{topic}' in its name or description; {hint}{' ' * bool(hint)}"
             f"{program} --help lists the sections"
         )
     return "".join(found)
@@ -228,14 +223,11 @@ def _setting_help(name: str, field: FieldInfo) -> str:
 
 
 def _split_arguments(arguments: Sequence[str]) -> list[str]:
-    """Split `@file` and `--loss.kwargs={...}` into two words each.
-
-    The parser pydantic_config requires the two words.
-    """
+    """Split `@file` and options of tables into two words each, as pydantic_config requires."""
     words: list[str] = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
-        is_table = value[:1] in ("{", "[") or flag.startswith("--filter.")  # each filter is a table
+        is_table = value[:1] in ("{", "[") or flag.count(".") > 1
         if argument.startswith(FILE_SIGN) and argument != FILE_SIGN:
             words += [FILE_SIGN, argument[1:]]
         elif flag.startswith("--") and equals and is_table:
@@ -245,17 +237,10 @@ def _split_arguments(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _nearest_file(path: Path) -> str:
-    """Return a similar file name for a missing file, or all TOML files of its folder."""
-    names = sorted(file.name for file in path.parent.glob("*.toml"))
-    if matches := get_close_matches(path.name, names, n=1):
-        return f"did you mean {path.parent / matches[0]}?"
-    return f"{path.parent}/ has {', '.join(names) or 'no .toml file'}"
-
-
 def _check_words(words: Sequence[str], program: str) -> None:
     """Raise ConfigError for an option without the value that it needs, and for other words."""
-    known, takes_value = known_fields(), False
+    known = known_fields()
+    takes_value = False
     for word, following in pairwise([*words, "--"]):  # "--" follows the last word
         if word == FILE_SIGN:
             takes_value = True
@@ -269,10 +254,8 @@ def _check_words(words: Sequence[str], program: str) -> None:
             kind = known.get(section, {}).get(leaf)
             if section in known and not leaf and following != FILE_SIGN:
                 raise ConfigError(_explain_section(section, value if equals else following))
-            # An unknown option (None) is reported later. --filter.NAME adds a filter with its
-            # defaults.
-            may_stand_alone = kind in (None, bool) or section == "filter"
-            if not (equals or may_stand_alone) and following.startswith("--"):
+            # An unknown option (None) is reported later.
+            if not equals and kind not in (None, bool) and following.startswith("--"):
                 raise ConfigError(f"{flag} has no value; write {flag} VALUE (or {flag}=VALUE)")
             takes_value = not equals and (kind is not bool or following in BOOLS)
 

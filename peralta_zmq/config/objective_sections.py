@@ -1,212 +1,196 @@
 """Settings of the training objective: loss, advantages, filters.
 
-A rollout is a prompt with a sampled completion and its reward; a group is all rollouts of one
-problem. The policy is the trained model. The ratio of a token is its probability under the policy
-divided by that under an older policy; A is its advantage.
-
-For an option of [loss] or [advantage], None means the default in the signature of the chosen
-function; `peralta_zmq.build` checks which options that function takes.
+The ratio of a token is its probability under the policy (the trained model) divided by that under
+an older policy; A is its advantage.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    PositiveFloat,
+    model_validator,
+)
 
+from peralta_zmq.config.named_losses import LOSSES
 from peralta_zmq.config.sections import (
+    CommaSeparated,
     Fraction,
+    Names,
+    PartialSection,
     Probability,
     Section,
     Table,
     Text,
 )
+from peralta_zmq.errors import ConfigError
 
-Objective: TypeAlias = Literal[
-    "reinforce", "importance", "on_policy", "ratio", "ppo", "cispo", "sapo", "vespo"
-]
 CorrectionMode: TypeAlias = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
-AboveOne: TypeAlias = Annotated[float, Field(gt=1)]
 
 
-class LossSection(Section):
-    """The loss function; None = the value of the named loss (bin/trainer --help loss)."""
+def _check_range(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not bounds[0] < bounds[1]:
+        raise ValueError("should have the lower bound first; no token would remain")
+    return bounds
+
+
+Range: TypeAlias = Annotated[
+    tuple[NonNegativeFloat, NonNegativeFloat], CommaSeparated, AfterValidator(_check_range)
+]
+
+
+class LossSection(PartialSection):
+    """The loss function; `bin/trainer --help loss` has the named losses, which set some of these.
+
+    A setting that is left out has the value of the named loss. Raises ConfigError for settings that
+    have no effect with it.
+    """
 
     name: Text = "reinforce"
     """a shipped loss, or a custom function (file.py:function or module:function)"""
-    objective: Objective | None = None
-    """loss of a token, from its ratio of policy to older policy and its advantage"""
-    importance_sampling_level: Literal["token", "sequence", "rollout"] | None = None
-    """ratio of a token: its own, or of its completion, as the geometric mean (sequence) or the
-    product (rollout) of the tokens' ratios"""
-    aggregation: Literal["token", "rollout", "sum", "constant"] | None = None
+    importance_sampling_level: Literal["token", "sequence_mean", "sequence_product"] = "token"
+    """ratio of a token: its own, or of its completion, as the geometric mean (sequence_mean) or the
+    product (sequence_product) of the tokens' ratios"""
+    aggregation: Literal["token", "rollout", "sum", "constant"] = "token"
     """mean over all tokens of the update (token); mean over each rollout, then over rollouts
     (rollout); sum over each rollout, then mean over rollouts (sum), and that divided by
     sampling.max_completion_length (constant)"""
-    epsilon: Probability | None = None
-    """ppo: lower clip range of the ratio (1 - epsilon)"""
+    epsilon: Probability = 0.2
+    """lower clip range of the ratio (1 - epsilon)"""
     epsilon_high: PositiveFloat | None = None
-    """ppo: upper clip range (1 + epsilon_high), epsilon if not set; reinforce: upper limit of the
+    """upper clip range (1 + epsilon_high), epsilon if not set; reinforce: upper limit of the
     ratio (1 + epsilon_high), off if not set; cispo: upper limit of the ratio (epsilon_high)"""
     delta: PositiveFloat | None = None
-    """ppo: upper limit of the ratio without the clip, also where the advantage A < 0"""
-    c_clip: AboveOne | None = None
-    """ppo: dual clip, limits the loss to c_clip * |A| where A < 0"""
-    sequence_clip_high: PositiveFloat | None = None
-    """importance: upper limit of the ratio of a rollout"""
-    sapo_temperature_pos: PositiveFloat | None = None
-    """sapo: temperature of the soft clip where A > 0"""
-    sapo_temperature_neg: PositiveFloat | None = None
-    """sapo: temperature of the soft clip where A <= 0"""
-    vespo_k_pos: NonNegativeFloat | None = None
-    """vespo: exponent of the ratio where A >= 0"""
-    vespo_lambda_pos: NonNegativeFloat | None = None
-    """vespo: decay with the ratio where A >= 0"""
-    vespo_k_neg: NonNegativeFloat | None = None
-    """vespo: exponent of the ratio where A < 0"""
-    vespo_lambda_neg: NonNegativeFloat | None = None
-    """vespo: decay with the ratio where A < 0"""
+    """upper limit of the ratio without the clip, also where A < 0 (dual clip)"""
     importance_sampling_mode: CorrectionMode | None = None
     """off-policy correction: the ratio is to the policy before the step, and the loss is weighted
     by the ratio of that policy to the sampling policy, per token or completion, limited
-    (truncate) or 0 (mask) out of its bounds"""
-    importance_sampling_clip_min: PositiveFloat | None = None
-    """importance_sampling_mode: lower bound of the weight"""
-    importance_sampling_clip_max: PositiveFloat | None = None
+    (truncate) or 0 (mask) above its bound"""
+    importance_sampling_clip_max: PositiveFloat | None = 3.0
     """importance_sampling_mode: upper bound of the weight"""
-    token_mask_low: NonNegativeFloat | None = None
-    """leave out tokens with a smaller ratio to the sampling policy"""
-    token_mask_high: PositiveFloat | None = None
-    """leave out tokens with a larger ratio to the sampling policy"""
-    geo_mask_low: NonNegativeFloat | None = None
-    """leave out rollouts whose geometric mean of ratios is smaller"""
-    geo_mask_high: PositiveFloat | None = None
-    """leave out rollouts whose geometric mean of ratios is larger"""
-    sequence_mask_low: NonNegativeFloat | None = None
-    """leave out rollouts that have a token with a smaller ratio"""
-    sequence_mask_high: PositiveFloat | None = None
-    """leave out rollouts that have a token with a larger ratio"""
-    dppo_mask_low: Probability | None = None
-    """leave out tokens with A <= 0 whose probability fell by more than this"""
-    dppo_mask_high: Probability | None = None
-    """leave out tokens with A > 0 whose probability rose by more than this"""
-    one_sided_threshold: Probability | None = None
-    """leave out tokens whose probability fell by more than this"""
-    ipo_threshold: Probability | None = None
-    """leave out tokens whose probability changed by more than this"""
+    token_mask: Range | None = None
+    """leave out tokens whose ratio to the sampling policy is outside these bounds: 0.125,8"""
     off_policy_mask_threshold: PositiveFloat | None = None
     """leave out rollouts with A < 0 whose mean log ratio of sampling policy to policy is larger"""
-    kl_mask_high: PositiveFloat | None = None
-    """leave out rollouts whose mean KL estimate (k3) of sampling policy to policy is larger"""
-    top_entropy_quantile: Fraction | None = None
+    top_entropy_quantile: Fraction = 1.0
     """train only this share of the tokens of a step, those with the highest entropy; 1 = all"""
-    m2_threshold: PositiveFloat | None = None
-    """leave out the tokens of a step with the largest squared log ratio of the policy before the
-    step to the sampling policy, as few as bring the mean of the others below this"""
-    adv_tau: NonNegativeFloat | None = None
-    """coefficient of the advantage"""
-    teacher_tau: NonNegativeFloat | None = None
+    teacher_tau: NonNegativeFloat = 0.0
     """coefficient of the KL to the teacher, as a term of the advantage of each token"""
-    kl_tau: NonNegativeFloat | None = None
+    kl_tau: NonNegativeFloat = 0.0
     """coefficient of the squared log ratio to the sampling policy; importance: of the log ratio, as
     a term of the advantage"""
-    beta: NonNegativeFloat | None = None
-    """coefficient of the KL to the model kl_model"""
-    kl_model: Literal["reference", "teacher"] | None = None
-    """the model before training (reference), or model.teacher; default reference"""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """estimate of the KL for a token: k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1, where x is the log
-    ratio of that model to the policy; default k3"""
-    kl_clamp: Literal["log_ratio", "estimate"] | None = None
-    """limit x (default), or the estimate, to 10"""
-    use_bias_correction_kl: bool | None = None
-    """multiply the estimate by the ratio, which makes its gradient unbiased; default true"""
+    beta: NonNegativeFloat = 0.0
+    """coefficient of the KL to the reference model, the model before training: k3 = e^x - x - 1,
+    where x is the log ratio of that model to the policy, within +-10"""
+    use_bias_correction_kl: bool = True
+    """multiply this estimate by the ratio, which makes its gradient unbiased"""
     entropy_coef: NonNegativeFloat = 0.0
     """any loss: coefficient of the entropy bonus; 0 = off"""
     sft_file: Text | None = None
-    """any loss: demonstrations that each update trains, too: a CSV, JSONL or Parquet file with the
-    columns prompt and completion, on each machine of the trainer; None = none"""
+    """any loss: demonstrations that each update trains, too, an eighth of train.batch_size in a
+    step: a CSV, JSONL or Parquet file with the columns prompt and completion, on each machine of
+    the trainer; None = none"""
     sft_weight: PositiveFloat = 0.1
     """sft_file: coefficient of the mean negative logprob of the completions' tokens"""
-    sft_batch_size: PositiveInt = 8
-    """sft_file: demonstrations per training step"""
     kwargs: Table = Field(default={})
     """keyword arguments of a custom loss, as a TOML table or as JSON"""
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _complete(cls, given: Any, handler: ModelWrapValidatorHandler[LossSection]) -> LossSection:
+        """Take over the settings of the named loss; set are only those that differ from them."""
+        name = given.get("name", "reinforce") if isinstance(given, dict) else None
+        loss = LOSSES.get(str(name))
+        if loss is None:  # a custom loss, or a LossSection
+            return handler(given)
+        section = handler({**loss.settings, **given})
+        defaults = {leaf: field.default for leaf, field in cls.model_fields.items()}
+        defaults |= loss.settings
+        differing = (leaf for leaf in given if getattr(section, leaf) != defaults[leaf])
+        section.model_fields_set.intersection_update(["name", *differing])
+        _check_loss(section)
+        return section
+
+
+# Setting -> the setting without which it has no effect.
+NEEDED = {
+    "use_bias_correction_kl": "beta",
+    "importance_sampling_clip_max": "importance_sampling_mode",
+}
+
+
+def _check_loss(section: LossSection) -> None:
+    """Raise ConfigError for settings that a named loss does not have, or without a gradient."""
+    name = section.name
+    loss = LOSSES[name]
+    if section.kwargs:
+        raise ConfigError(
+            f"loss.kwargs is only for a loss of your own; set the options of '{name}' in [loss]"
+        )
+    for option in section.model_fields_set:
+        if getattr(section, option) is None:
+            continue
+        others = [other for other, each in LOSSES.items() if option in each.options]
+        if others and option not in loss.options:
+            raise ConfigError(
+                f"loss.{option} is not an option of loss '{name}'; remove it or set loss.name to "
+                f"{' or '.join(others)}"
+            )
+        if (needed := NEEDED.get(option)) and not getattr(section, needed):
+            raise ConfigError(
+                f"loss.{option} has no effect without loss.{needed}; set it or remove loss.{option}"
+            )
+    if loss.objective == "cispo" and section.epsilon_high is None:
+        raise ConfigError("loss cispo needs loss.epsilon_high, for example 5")
+    is_by_rollout = section.importance_sampling_level != "token" or (
+        section.importance_sampling_mode or ""
+    ).startswith("sequence")
+    if loss.objective == "vespo" and is_by_rollout:
+        raise ConfigError(
+            "loss vespo computes the ratio of a whole rollout itself; set "
+            "loss.importance_sampling_level token, and loss.importance_sampling_mode "
+            "token_truncate or token_mask or none"
+        )
+    terms = (section.teacher_tau, section.kl_tau, section.beta, section.entropy_coef)
+    if not loss.uses_rewards and not any(terms):
+        raise ConfigError(
+            f"loss {name} uses no rewards, and loss.teacher_tau, loss.kl_tau, loss.beta and "
+            "loss.entropy_coef are all 0, so the gradient would be 0; set one of them"
+        )
+
 
 class AdvantageSection(Section):
-    """The advantage estimator; None = the default of the chosen estimator."""
+    """The advantage estimator."""
 
     name: Text = "group_mean"
     """a shipped estimator, or a custom function (file.py:function or module:function)"""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """group_zscore, leave_one_out: divide by the standard deviation of the rewards of the group, or
-    of the step, or do not divide; default group for group_zscore, none for leave_one_out"""
-    eps: NonNegativeFloat | None = None
-    """group_zscore, leave_one_out (1e-8), token_whitening (1e-5): added to the standard deviation;
-    TRL and PipelineRL: 1e-4"""
-    ddof: Annotated[int, Field(ge=0, le=1)] | None = None
-    """group_zscore, leave_one_out: 0 = population standard deviation, 1 = sample standard
-    deviation, as in TRL and PipelineRL; default 0"""
-    group_adv_norm: bool = False
-    """token_whitening: normalize within each group instead of over the whole step"""
+    of the step, or do not divide; None = group for group_zscore, none for leave_one_out"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
     )
-    """the reward is the sum of its terms, or of the terms after normalization in the group"""
-    reward_weights: dict[Text, float] = Field(default={})
-    """normalize_then_sum: weight of each term by its name, as a TOML table or as JSON; default 1"""
-    length_penalty: Literal["tokens"] | None = None
-    """tokens: raise the best reward of a group for completions shorter than the mean of the best"""
+    """the reward is the sum of its terms, or of the terms after normalization in the group, with
+    the weights task.reward_weights"""
     kwargs: Table = Field(default={})
     """keyword arguments of a custom estimator, as a TOML table or as JSON"""
 
 
-class FilterOptions(Section):
-    """Options of every filter, a function that detects unusable rollouts."""
-
-    enforce: bool = False
-    """remove detected rollouts from the loss; false = only count them"""
-
-
-class GibberishFilter(FilterOptions):
-    """Detects a rare token that was sampled with a very low probability."""
-
-    token_id_threshold: PositiveInt = 100_000
-    """tokens with an id above this are rare"""
-    logprob_offset: NonNegativeFloat = 2.0
-    """a logprob is very low if it is this far below that of a uniform distribution"""
-
-
-class RepetitionFilter(FilterOptions):
-    """Detects many consecutive tokens with a probability near 1."""
-
-    window: PositiveInt = 3000
-    """number of consecutive tokens; reduced to half of sampling.max_completion_length"""
-    prob_threshold: Probability = 0.99
-    """a token counts if its probability is above this"""
-
-
-class CustomFilter(FilterOptions):
-    """A filter function that the user wrote."""
-
-    kwargs: Table = Field(default={})
-    """keyword arguments of the filter"""
-
-
 class FilterSection(Section):
-    """Filters that exclude rollouts from the loss, but not from the group's baseline."""
+    """Functions that detect rollouts: gibberish (a rare token with a very low probability),
+    repetition (many tokens in a row with a probability near 1), overlong (cut off at the maximum
+    length), or your own (file.py:function or module:function)."""
 
-    gibberish: GibberishFilter | None = None
-    """rare token with a very low probability; a table with the keys enforce (default
-    false: only count), token_id_threshold (100000) and logprob_offset (2.0)"""
-    repetition: RepetitionFilter | None = None
-    """many consecutive tokens with a probability near 1; a table with the keys enforce
-    (default false: only count), window (3000) and prob_threshold (0.99)"""
-    overlong: FilterOptions | None = None
-    """completion truncated at the maximum length; a table with the key enforce (default
-    false: only count)"""
-    custom: dict[str, CustomFilter] = Field(default={})
-    """custom filters: for each function (file.py:function) a table of enforce and kwargs"""
+    count: Names = ()
+    """filters that only count the rollouts that they detect, in the metrics"""
+    remove: Names = ()
+    """filters that also remove them from the loss, but not from the group's baseline"""
+    kwargs: dict[str, Table] = Field(default={})
+    """options of the filters, a table for each of them, as in { repetition = { window = 500 } }"""

@@ -1,9 +1,7 @@
 """Entry points of the console scripts of the wheel and of the files in bin/.
 
-A group is several scored completions of one problem. Generators sample groups; the trainer records
-them in its journal, trains the model on them and publishes its weights. `run_program` parses the
-settings before it imports the program, so that `--help` and errors in the settings do not wait for
-the import of torch.
+`run_program` parses the settings before it imports the program, so that `--help` and errors in the
+settings do not wait for the import of torch.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from peralta_zmq import errors
+from peralta_zmq.config import named_losses
 from peralta_zmq.config.load import FILE_SIGN, help_text, load_config
 from peralta_zmq.config.schema import Config
 from peralta_zmq.errors import EXIT_ERROR, ConfigError, PeraltaError, printable, program_name
@@ -27,7 +26,8 @@ from peralta_zmq.errors import EXIT_ERROR, ConfigError, PeraltaError, printable,
 # Limits on the number of open files, tried in turn; macOS permits 10,240. Every connection to a
 # port of the process is an open file.
 OPEN_FILES = (65_536, 10_240)
-INTERRUPTED, NO_READER = 130, 141  # exit codes that a shell reports for SIGINT and SIGPIPE
+INTERRUPTED = 130  # exit code that a shell reports for SIGINT
+NO_READER = 141  # exit code that a shell reports for SIGPIPE
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
 # First arguments of peralta-lan that refer to the machines of a hosts file.
 LAN_COMMANDS = ("up", "sync", "status", "logs", "restart", "stop", "down", "enable", "disable")
@@ -54,8 +54,7 @@ def trainer() -> int:
     if sys.argv[1:] == ["--help", "loss"]:
 
         def write_losses(_: object) -> None:
-            losses = pkgutil.resolve_name("peralta_zmq.learning.composition:help_text")()
-            sys.stdout.write(f"{help_text(program, topic='loss')}\n{losses}")
+            sys.stdout.write(f"{help_text(program, topic='loss')}\n{named_losses.help_text()}")
 
         return run_plain_program(write_losses, program)
     return run_program("peralta_zmq.trainer.trainer:run", program)

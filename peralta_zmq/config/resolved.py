@@ -1,9 +1,8 @@
 """config.toml in a run folder, and the settings that a resumed run may change.
 
-A run whose folder exists is resumed. At each start the trainer compares its settings with the
-settings of the previous start of the run (`earlier_config`). Then the trainer writes all of its
-settings into the run folder (`write_resolved`). The settings before a change are in
-config_history.jsonl (observe/run_log.py).
+At each start the trainer compares its settings with those of the previous start of the run
+(`earlier_config`), and writes them into the run folder (`write_resolved`). The settings before a
+change are in config_history.jsonl (observe/run_log.py).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from peralta_zmq.errors import ConfigError
 
 RESOLVED = "config.toml"  # name of the file in the run folder
 REMEDY = "choose another --run.name, or delete the folder to start again (FRESH=1 make run)"
-MAX_STEPS = "train.max_steps"
 
 # Settings that a resumed run may change. Most of them do not influence the training result; the
 # others are meant to be changed during a run, or limit time and memory.
@@ -33,14 +31,11 @@ FREE_SECTIONS = {
     *("security", "verifier", "weights", "wire"),
 }
 FREE_SETTINGS = {
-    *("run.dir", "run.num_local_generators", "model.device", "engine.name"),
+    *("run.dir", "run.num_local_generators", "run.num_workers", "model.device", "engine.name"),
     *("run.fork", "run.from_step", "run.fork_optimizer"),  # without effect on an existing run
-    *("run.report_to", "run.project", "run.report_name", "run.report_interval"),
-    *("engine.tensor_parallel_size", "engine.gpu_memory_utilization", "engine.vllm_args"),
-    *("curriculum.easy_fraction", "curriculum.hard_fraction", "curriculum.oversampling_factor"),
-    *("task.reward_timeout", "task.reward_workers", "task.reward_concurrency"),
-    *("train.num_workers", "train.max_mismatch_kl", "train.memory_fraction"),
-    "train.on_mismatch",  # "drop" lets a run continue without a faulty generator
+    *("run.report_to", "engine.gpu_memory_utilization", "engine.vllm_args"),
+    *("task.reward_timeout", "task.reward_workers"),
+    *("train.max_mismatch_kl", "train.memory_fraction"),
     # The journal has the numbers that each step was trained with.
     *("train.learning_rate", "train.lr_scheduler_type", "train.warmup_steps", "train.max_steps"),
     *("train.adam_beta1", "train.adam_beta2", "train.weight_decay", "train.max_grad_norm"),
@@ -74,11 +69,10 @@ def load_resolved(program: str, folder: Path, settings: Sequence[str] = ()) -> C
 
 
 def earlier_config(config: Config, folder: Path) -> Config:
-    """Return the settings of the last start of the run in `folder`.
+    """Return the settings of the last start of the run in `folder`; for a new run, `config`.
 
-    For a new run, returns `config` itself. Raises ConfigError if `config` changes a setting that
-    a resumed run may not change, or if config.toml in `folder` is damaged; OSError if config.toml
-    cannot be read for another reason.
+    Raises ConfigError if `config` changes a setting that a resumed run may not change, or if
+    config.toml is damaged; OSError if it cannot be read.
     """
     try:
         (folder / RESOLVED).read_bytes()  # `load_config` would raise ConfigError for an OSError
@@ -91,7 +85,8 @@ def earlier_config(config: Config, folder: Path) -> Config:
             f"run folder {folder} cannot be resumed, its {RESOLVED} does not load "
             f"({error}); {REMEDY}"
         ) from None
-    if config.run.fork is not None and _fork_of(config) != _fork_of(earlier):
+    fork = (config.run.fork, config.run.from_step)
+    if config.run.fork is not None and fork != (earlier.run.fork, earlier.run.from_step):
         raise ConfigError(
             f"run folder {folder} exists already, and run.fork {config.run.fork} makes a new run; "
             f"choose another name: --run.name {_free_name(folder)}"
@@ -99,7 +94,7 @@ def earlier_config(config: Config, folder: Path) -> Config:
     refused = [
         change
         for key, change in changed_settings(earlier, _with_fitted(config, earlier)).items()
-        if not _may_change(key, config)
+        if key not in FREE_SETTINGS and key.partition(".")[0] not in FREE_SECTIONS
     ]
     if refused:
         raise ConfigError(
@@ -122,18 +117,11 @@ def keep_fork(config: Config, earlier: Config) -> Config:
 def changed_settings(before: Config, now: Config) -> dict[str, str]:
     """The settings that differ: section.leaf -> text with the value before and now."""
     values = dict(_settings(before))
-    changes = {
+    return {
         key: f"{key} {shorten(values[key])} -> {shorten(value)}"
         for key, value in _settings(now)
         if values[key] != value
     }
-    if MAX_STEPS in changes and now.sampling.temp_scheduler is not None:
-        changes[MAX_STEPS] += " (sampling.temp_scheduler ends there)"
-    return changes
-
-
-def _fork_of(config: Config) -> tuple[str | None, int | None]:
-    return config.run.fork, config.run.from_step
 
 
 def _free_name(folder: Path) -> str:
@@ -207,13 +195,5 @@ def _settings(config: Config) -> Iterator[tuple[str, object]]:
     for name, section in config:
         if name != "env":
             for leaf, value in section:
-                yield f"{name}.{leaf}", value
-
-
-def _may_change(key: str, config: Config) -> bool:
-    """Whether a resumed run may change the setting `key`; `config` has its new value."""
-    if key == MAX_STEPS and config.sampling.temp_scheduler is not None:
-        # A temperature schedule ends at max_steps. If max_steps changed, the trainer would compute
-        # logprobs of groups in flight at other temperatures than those that sampled the groups.
-        return False
-    return key in FREE_SETTINGS or key.partition(".")[0] in FREE_SECTIONS
+                is_implied = name == "loss" and leaf not in {"name", *section.model_fields_set}
+                yield f"{name}.{leaf}", None if is_implied else value

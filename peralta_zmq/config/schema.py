@@ -1,24 +1,21 @@
 """`Config`: all settings of a run, and checks across several settings.
 
-A field of `Config` is a section: the table [section] of a TOML file. The bounds of each setting are
-in `sections`, `training_sections` and `objective_sections`; the checks here raise ConfigError for
-the first contradiction between several settings. A setting is written `section.leaf`, such as
-train.learning_rate.
+A field of `Config` is a section: the table [section] of a TOML file. The checks raise ConfigError
+for the first contradiction between several settings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 
 from pydantic import model_validator
 
-from peralta_zmq.addresses import is_loopback
+from peralta_zmq.addresses import host_and_port, is_loopback
 from peralta_zmq.config import objective_sections as objective
 from peralta_zmq.config import sections
 from peralta_zmq.config import training_sections as training
-from peralta_zmq.config.environment_checks import check_environments
 from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError, program_name
 
@@ -30,7 +27,6 @@ NEEDED_SETTINGS = (
     ("run", "from_step", "fork"),
     ("run", "fork_optimizer", "fork"),
     ("loss", "sft_weight", "sft_file"),
-    ("loss", "sft_batch_size", "sft_file"),
     ("generator", "token_file", "serve_port"),
     ("lora", "base_dtype", "rank"),
 )
@@ -105,10 +101,6 @@ class Config(Section):
         own = env.sampling.model_dump(exclude_none=True) if env.sampling else {}
         if env.sampling and "max_completion_length" in env.sampling.model_fields_set:
             own["max_completion_length"] = env.sampling.max_completion_length  # None = no limit
-        if "temperature" in own:
-            own |= dict.fromkeys(("temp_scheduler", "temp_start", "temp_end"))
-        if env.num_generations is not None:
-            own["num_generations"] = env.num_generations
         return self.sampling.model_copy(update=own)
 
     def rollouts_per_example_of(self, env: training.EnvSection) -> int:
@@ -144,15 +136,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_contradictions(self) -> Config:
         _check_batch(self)
-        _check_temperature(self.sampling)
-        _check_reference(self)
-        _check_reward_shaping(self)
         _check_unused(self)
         _check_ranges(self)
         _check_interval(self)
         _check_security(self)
-        check_environments(self.task, self.data, env=self.env, eval_env=self.eval.env)
-        _check_verification(self)
+        _check_environments(self)
         _check_curriculum(self)
         return self
 
@@ -195,64 +183,16 @@ def check_memory_fractions(
 
 def _check_batch(config: Config) -> None:
     """Check that a batch consists of whole groups, if all groups have the same size."""
-    batch_size, sizes = config.train.batch_size, {*config.group_sizes.values()}
+    batch_size = config.train.batch_size
+    sizes = {*config.group_sizes.values()}
     num_generations = max(sizes)
     if len(sizes) == 1 and batch_size % num_generations:
-        section = "sampling" if num_generations == config.sampling.num_generations else "env"
+        is_common = num_generations == config.sampling.num_generations
+        section = "sampling" if is_common else "env.sampling"
         below = max(1, batch_size // num_generations) * num_generations
         raise ConfigError(
             f"train.batch_size {batch_size} is not a multiple of {section}.num_generations "
             f"{num_generations}; use {below} or {below + num_generations}"
-        )
-
-
-def _check_temperature(sampling: training.SamplingSection) -> None:
-    """Check that the temperature is constant, or has a schedule with both ends."""
-    kind = sampling.temp_scheduler
-    if kind is not None and sampling.temperature is not None:
-        raise ConfigError(
-            f"sampling.temperature {sampling.temperature} and sampling.temp_scheduler {kind} "
-            "exclude each other; leave one of them out, or set it to None"
-        )
-    for name in ("temp_start", "temp_end"):
-        temperature = getattr(sampling, name)
-        if kind is None and temperature is not None:
-            raise ConfigError(
-                f"sampling.{name} {temperature} needs a sampling.temp_scheduler; choose linear or "
-                "cosine, or use sampling.temperature for a constant"
-            )
-        if kind is not None and temperature is None:
-            raise ConfigError(
-                f"sampling.temp_scheduler {kind} needs sampling.{name}; set it to a temperature"
-            )
-
-
-def _check_reference(config: Config) -> None:
-    """Check the settings that update the reference model from the policy."""
-    alpha = config.train.ref_mixup_alpha
-    if alpha != 1 and config.train.ref_sync_steps is None:
-        raise ConfigError(f"train.ref_mixup_alpha {alpha} needs train.ref_sync_steps; set both")
-    if alpha != 1 and config.lora.rank is not None:
-        raise ConfigError(
-            f"train.ref_mixup_alpha {alpha} and lora.rank {config.lora.rank} exclude each other: "
-            "averaged adapters are not the adapters of averaged weights; leave one of them out"
-        )
-
-
-def _check_reward_shaping(config: Config) -> None:
-    """Check the settings of [advantage] that change rewards."""
-    advantage = config.advantage
-    is_normalized = advantage.multi_objective_aggregation == "normalize_then_sum"
-    weighted = any(section.reward_weights for section in (config.task, *(config.env or ())))
-    if is_normalized and weighted and not advantage.reward_weights:
-        raise ConfigError(
-            "advantage.multi_objective_aggregation normalize_then_sum does not use "
-            "task.reward_weights; set advantage.reward_weights"
-        )
-    if advantage.reward_weights and not is_normalized:
-        raise ConfigError(
-            "advantage.reward_weights needs advantage.multi_objective_aggregation "
-            "normalize_then_sum; set it, or weight the terms in the reward function"
         )
 
 
@@ -270,7 +210,8 @@ def _check_unused(config: Config) -> None:
 
 def _check_ranges(config: Config) -> None:
     """Check bounds that depend on another setting, and ranges with a gap."""
-    train, generator = config.train, config.generator
+    train = config.train
+    generator = config.generator
     if config.eval.num_examples == 0 or config.eval.num_examples < -1:
         raise ConfigError(
             f"eval.num_examples {config.eval.num_examples} evaluates no problem; "
@@ -297,7 +238,8 @@ def _check_ranges(config: Config) -> None:
 
 def _check_interval(config: Config) -> None:
     """Check that groups can be trained until the next weight version is published."""
-    interval, train = config.weights.interval, config.train
+    interval = config.weights.interval
+    train = config.train
     if interval == 1:
         return
     if train.max_async_level == 0:
@@ -318,7 +260,8 @@ def _check_interval(config: Config) -> None:
 
 def _check_security(config: Config) -> None:
     """Check that connections from other machines need keys or `insecure`."""
-    bind, security = config.wire.bind, config.security
+    bind = config.wire.bind
+    security = config.security
     if not (is_loopback(bind) or security.keys or security.insecure):
         raise ConfigError(
             f"wire.bind {bind} accepts connections from other machines, and there are no keys; "
@@ -327,57 +270,78 @@ def _check_security(config: Config) -> None:
         )
 
 
-def _check_verification(config: Config) -> None:
-    """Check that the objective needs no reward if none is computed."""
-    if not config.task.skip_verification:
-        return
-    loss, curriculum = config.loss, config.curriculum
-    has_teacher = loss.teacher_tau or (loss.beta and loss.kl_model == "teacher")
-    is_distillation = (loss.name == "ref_kl" and not loss.adv_tau) or (
-        loss.adv_tau == 0 and has_teacher
-    )
-    is_custom = "." in loss.name or ":" in loss.name
-    if not (is_custom or is_distillation):
+def _check_environments(config: Config) -> None:
+    """Check that environments are defined in one way only, and each of them."""
+    if config.env and (config.task.name is not None or config.data != training.DataSection()):
         raise ConfigError(
-            f"task.skip_verification is set, but loss '{loss.name}' learns from rewards; use loss "
-            "'ref_kl', or set loss.adv_tau 0 and loss.teacher_tau above 0, or remove it"
+            "[[env]] and the settings of [task] or [data] exclude each other; "
+            "move the settings into an [[env]]"
         )
-    if not config.train.keep_zero_std:
+    _check_args("data", config.data)
+    _check_rewards("task", config.task)
+    for option, environments in (("env", config.env), ("eval.env", config.eval.env)):
+        for label, count in Counter(env.label for env in environments).items():
+            if count > 1:
+                raise ConfigError(
+                    f"{option}.name '{label}' is used by {count} environments; "
+                    "give each of them its own name"
+                )
+        for env in environments:
+            for address in env.address or ():
+                host_and_port(address, option=f"{option}.address")
+            _check_args(option, env)
+            _check_rewards(option, env)
+    if any(env.sampling is not None for env in config.eval.env):
         raise ConfigError(
-            "task.skip_verification makes all rewards equal, and such groups are dropped; "
-            "set train.keep_zero_std, or remove it"
+            "eval.env.sampling has no effect in evaluations; set eval.env.eval_sampling instead"
         )
-    pools = (curriculum.easy_threshold, curriculum.hard_threshold)
-    if curriculum.online_difficulty_filtering or pools != (None, None):
+    for name in ("rollouts_per_example", "eval_sampling") if config.eval.env else ():
+        if any(getattr(env, name) is not None for env in config.env):
+            raise ConfigError(
+                f"env.{name} has no effect with [[eval.env]]; set eval.env.{name} instead"
+            )
+
+
+def _check_args(option: str, settings: training.DataSection) -> None:
+    """Check that `args` has no data setting; `option` is data, env or eval.env."""
+    for name in settings.args:
+        if name in training.DataSection.model_fields:
+            raise ConfigError(
+                f"{option}.args.{name} is a setting of its own; set {option}.{name} instead"
+            )
+
+
+def _check_rewards(option: str, settings: training.RewardSettings) -> None:
+    """Check that weights fit the reward functions; `option` is task, env or eval.env."""
+    weights = settings.reward_weights
+    if weights is not None and len(weights) != len(settings.reward):
         raise ConfigError(
-            "task.skip_verification is set, but curriculum.online_difficulty_filtering, "
-            "easy_threshold and hard_threshold select problems by their rewards; remove them"
+            f"{option}.reward_weights has {len(weights)} numbers for {len(settings.reward)} "
+            f"functions in {option}.reward ({', '.join(settings.reward) or 'none'}); "
+            "give one for each"
         )
 
 
 def _check_curriculum(config: Config) -> None:
     """Check the ratios of environments and the order of difficulty thresholds."""
     curriculum = config.curriculum
-    if curriculum.env_ratios is not None:
-        _check_ratios(curriculum.env_ratios, num_environments=len(config.environments))
-    easy, hard = curriculum.easy_threshold, curriculum.hard_threshold
+    if (ratios := curriculum.env_ratios) is not None:
+        listed = ", ".join(f"{ratio:g}" for ratio in ratios)
+        num_environments = len(config.environments)
+        if len(ratios) != num_environments:
+            raise ConfigError(
+                f"curriculum.env_ratios has {len(ratios)} numbers ({listed}) for "
+                f"{num_environments} environments; give one for each [[env]]"
+            )
+        if min(ratios) < 0 or not 0 < math.fsum(ratios) < math.inf:
+            raise ConfigError(
+                f"curriculum.env_ratios {listed} must be 0 or more and not all 0; "
+                "or leave it out to sample in proportion to the number of problems"
+            )
+    easy = curriculum.easy_threshold
+    hard = curriculum.hard_threshold
     if easy is not None and hard is not None and hard >= easy:
         raise ConfigError(
             f"curriculum.hard_threshold {hard} is not below curriculum.easy_threshold {easy}; "
             "only problems between the two are sampled"
-        )
-
-
-def _check_ratios(ratios: Sequence[float], *, num_environments: int) -> None:
-    """Check that each environment has a ratio of 0 or more, and not all have 0."""
-    listed = ", ".join(f"{ratio:g}" for ratio in ratios)
-    if len(ratios) != num_environments:
-        raise ConfigError(
-            f"curriculum.env_ratios has {len(ratios)} numbers ({listed}) for {num_environments} "
-            "environments; give one for each [[env]]"
-        )
-    if min(ratios) < 0 or not 0 < math.fsum(ratios) < math.inf:
-        raise ConfigError(
-            f"curriculum.env_ratios {listed} must be 0 or more and not all 0; "
-            "or leave it out to sample in proportion to the number of problems"
         )

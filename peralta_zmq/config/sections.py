@@ -1,12 +1,7 @@
 """Settings of machines and processes: one pydantic model per TOML section.
 
-A run has one trainer, which publishes weight versions to the weight store, and generators, which
-sample completions with these weights. A group is all completions of one problem. A training step is
-what the trainer does with one batch of groups.
-
-Each field has a default, bounds and a docstring, from which `--help` and docs/config.md are
-generated. A setting that TRL also has uses the name in TRL. Settings of the training itself are in
-`training_sections` and `objective_sections`; `schema` joins all sections into `Config`.
+`--help` and docs/config.md are generated from the fields. A setting that TRL also has uses the name
+in TRL. `training_sections` and `objective_sections` have the other sections.
 """
 
 from __future__ import annotations
@@ -25,8 +20,10 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
 )
 from pydantic.fields import FieldInfo
 from pydantic_config import BaseConfig  # pyright: ignore[reportMissingTypeStubs]
@@ -111,6 +108,15 @@ class Section(BaseConfig):
         return value
 
 
+class PartialSection(Section):
+    """A section that is written without the fields that were not set."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = serialize(self)
+        return {name: values[name] for name in values if name in self.model_fields_set}
+
+
 def row_model_of(field: FieldInfo) -> type[Section] | None:
     """Return the model of a row if `field` is an array of tables (rows) such as [[env]]."""
     if get_origin(field.annotation) is not tuple:
@@ -147,13 +153,9 @@ class RunSection(Section):
     """number of generators that `bin/lan local` starts on this machine, besides the trainer"""
     report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = ()
     """experiment trackers that also receive metrics, samples and histograms: tensorboard, trackio,
-    wandb"""
-    project: Text = "peralta_zmq"
-    """project of the run in trackio and wandb"""
-    report_name: Text | None = None
-    """name of the run in trackio and wandb; None = its id: run.name and eight random digits"""
-    report_interval: PositiveInt = 10
-    """training steps between two samples and histograms in the trackers"""
+    wandb; the environment variable WANDB_PROJECT names the project of the latter two"""
+    num_workers: PositiveInt = 1
+    """processes (trainer, generators) that share this machine's cores; more = fewer threads"""
 
 
 class ModelSection(Section):
@@ -186,13 +188,11 @@ class EngineSection(Section):
     Left out: as the longest prompt needs"""
     quantize: Bits | None = None
     """bits per weight of linear layers while sampling, with engine mlx; None = as published"""
-    tensor_parallel_size: PositiveInt | None = None
-    """number of GPUs that share the model, with engine vllm; None = 1"""
     gpu_memory_utilization: Fraction | None = None
     """fraction of the memory that each generator may use, of its GPU or with model.device cpu of
     the machine; None = vLLM's default, or all"""
     vllm_args: Table = Field(default={})
-    """other arguments of vLLM's EngineArgs, with engine vllm, e.g. { enforce_eager = true }"""
+    """other arguments of vLLM's EngineArgs, with engine vllm, e.g. { tensor_parallel_size = 2 }"""
 
 
 class GeneratorSection(Section):
@@ -205,8 +205,6 @@ class GeneratorSection(Section):
     every count-th problem"""
     count: PositiveInt = 1
     """number of generators that divide the problems by their index meanwhile"""
-    num_workers: PositiveInt = 1
-    """processes (trainer, generators) that share this machine's cores; more = fewer threads"""
     serve_port: Port | None = None
     """port for chats with the newest weights through OpenAI's API; generator `index` uses the port
     plus its index; None = not served"""
@@ -233,8 +231,6 @@ class WireSection(Section):
     """folder shared by all machines, in which a started trainer writes its address (host and the
     first free ports from port on) and where generators find it, also after a move of the trainer to
     another machine; None = generators use host and port"""
-    hwm: PositiveInt = 1
-    """high-water mark: groups in a generator's ZeroMQ send queue; a full queue blocks sending"""
 
 
 class WeightsSection(Section):
@@ -248,16 +244,12 @@ class WeightsSection(Section):
     interval: PositiveInt = 1
     """training steps between two published versions; the weights at an evaluation and at the end of
     a session are published too"""
-    keyframe_interval: PositiveInt = 10
-    """every n-th version has all weights (keyframe), the others are deltas; 1 = no deltas"""
     keep_last: PositiveInt = 3
     """number of newest versions to keep, together with the versions that their deltas need"""
     keep_interval: PositiveInt | None = None
     """keep every n-th version permanently; None = off"""
     keep_seconds: NonNegativeFloat = 10.0
     """minimum seconds to keep a version that is no longer needed, for slow readers (NAS: 600)"""
-    poll_seconds: PositiveFloat = 2.0
-    """seconds between two searches for a new version while the trainer announces none"""
     wait_for_weights_timeout: PositiveFloat | None = None
     """seconds after which a generator without any weights exits; None = no limit"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
@@ -266,8 +258,6 @@ class WeightsSection(Section):
     """upper limit for the bandwidth of publishing; None = unlimited"""
     serve_port: Port | None = None
     """port on which the trainer serves its weights folder over HTTP; None = not served"""
-    token_file: LocalPath | None = None
-    """file of mode 0600 with the bearer token for serve_port, equal on all machines"""
 
 
 class CheckpointSection(Section):
@@ -276,9 +266,7 @@ class CheckpointSection(Section):
     interval: PositiveInt = 20
     """training steps between two checkpoints"""
     keep_last: PositiveInt | None = 2
-    """number of newest checkpoints to keep; None = all, or only one if keep_interval is set"""
-    keep_interval: PositiveInt | None = None
-    """also keep each checkpoint whose step is a multiple of this"""
+    """number of newest checkpoints to keep; None = all"""
     keep_journal: bool = False
     """keep the journal (recorded groups) from the first step, so that bin/replay can start at 0"""
 
@@ -287,11 +275,9 @@ class VerifierSection(Section):
     """Address of bin/verifier, which serves problems and rewards to other machines."""
 
     host: Host = "127.0.0.1"
-    """address that the verifier binds; any other than loopback needs a token_file"""
+    """address that the verifier binds; any other than loopback needs a security.token_file"""
     port: Port = 5560
     """port that the verifier binds"""
-    token_file: LocalPath | None = None
-    """file of mode 0600 with the bearer token, equal on all machines"""
 
 
 class SecuritySection(Section):
@@ -301,26 +287,24 @@ class SecuritySection(Section):
     """folder of CURVE keys, made with bin/doctor keygen; None = no keys and no encryption"""
     insecure: bool = False
     """allow connections from other machines without keys"""
+    token_file: LocalPath | None = None
+    """file of mode 0600 with the password of weights.serve_port and of the verifier, equal on all
+    machines"""
 
 
 class DashboardSection(Section):
     """The dashboard of the trainer."""
 
-    enabled: bool = True
-    """serve a dashboard while the trainer runs"""
     host: Host = "127.0.0.1"
     """address that the dashboard binds; any other than loopback needs a token_file"""
-    port: Port = 8470
-    """port of the dashboard; if it is in use, the next free one"""
+    port: Port | None = 8470
+    """port of the dashboard; if it is in use, the next free one; None = no dashboard"""
     token_file: LocalPath | None = None
     """file of mode 0600 with the access token of the dashboard; None = no token"""
 
 
 class LogSection(Section):
-    """Log messages and samples."""
+    """Log messages."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """lowest level that is printed"""
-    samples: Literal["random", "best", "worst"] = "random"
-    """group of each step that the trackers get: a random one, or that with the best or the worst
-    mean reward"""

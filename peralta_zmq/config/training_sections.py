@@ -1,15 +1,10 @@
-"""Settings of the training: task, sampling, optimizer, evaluation.
-
-A rollout is a prompt with a sampled completion and its reward; a group is all rollouts of one
-problem. A training step ("step") consumes one batch of groups. The policy is the trained model. A
-verifier is a service on another machine that supplies problems and rewards.
-"""
+"""Settings of the training: task, sampling, optimizer, evaluation."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -17,17 +12,15 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
 )
 
 from peralta_zmq.config.sections import (
-    CommaSeparated,
     Decay,
     Fraction,
     FractionOrZero,
     Names,
     Numbers,
+    PartialSection,
     PlainName,
     Section,
     Strings,
@@ -36,25 +29,20 @@ from peralta_zmq.config.sections import (
 )
 
 MAX_HEADER_BYTES = 1 << 16
-HashKeys: TypeAlias = Annotated[
-    tuple[Literal["task", "prompt", "answer", "id"], ...], Field(min_length=1), CommaSeparated
-]
 
 
 class RewardSettings(Section):
     """The reward functions of an environment."""
 
-    reward: Text | None = None
-    """reward function that replaces the task's own: answer_match, or one of your own
-    (file.py:function or module:function), with its signature or TRL's"""
-    reward_functions: Names = ()
-    """functions with TRL's signature, whose weighted sum is the reward: answer_match, exact_match,
-    regex, soft_overlong, boxed_answer, your own, or `task`, the task's own, which is the default"""
+    reward: Names = ()
+    """reward function instead of the task's own: answer_match, exact_match, regex, soft_overlong,
+    boxed_answer, or your own (file.py:function or module:function) with the signature of a task's
+    or of TRL's. Several of the latter: the reward is their weighted sum; `task` = the task's own"""
     reward_weights: Numbers | None = None
-    """weights of reward_functions, in order; None = 1 for each"""
+    """weights of several reward functions, in order; None = 1 for each"""
     reward_kwargs: Table = Field(default={})
-    """keyword arguments of the reward function, as a TOML table or as JSON; with reward_functions
-    a table of such tables by function: { regex = { pattern = "..." } }"""
+    """keyword arguments of the reward function, as a TOML table or as JSON; of several functions a
+    table of such tables by function: { regex = { pattern = "..." } }"""
 
 
 class TaskSection(RewardSettings):
@@ -69,17 +57,12 @@ class TaskSection(RewardSettings):
     max_turns: Annotated[int, Field(ge=1, le=64)] = 8
     """completions of a rollout, for tasks that reply to completions or have tools; a longer
     episode is cut off"""
-    skip_verification: bool = False
-    """do not compute rewards in training (all are 0), for a loss that needs none: ref_kl, one
-    with adv_tau 0 and teacher_tau above 0, or a custom one; needs train.keep_zero_std"""
     reward_timeout: PositiveFloat = 10.0
     """seconds for one call of a reward function: a completion, or the whole group for a function
-    of reward_functions; after a timeout the group is discarded"""
+    with TRL's signature; after a timeout the group is discarded"""
     reward_workers: PositiveInt | None = None
     """processes that call reward functions, on each generator and verifier; None = number of CPU
-    cores / generator.num_workers. Raise it for a reward function that waits"""
-    reward_concurrency: PositiveInt = 16
-    """calls of an async reward function, and requests to a verifier, awaited at the same time"""
+    cores / run.num_workers. Raise it for a reward function that waits"""
 
 
 class DataSection(Section):
@@ -107,7 +90,7 @@ class DataSection(Section):
     skip them, or refuse to start"""
 
 
-class EnvSampling(Section):
+class EnvSampling(PartialSection):
     """Settings of [sampling] for one environment; None = as there.
 
     A max_completion_length that is set to None is no limit, as in [sampling].
@@ -118,15 +101,14 @@ class EnvSampling(Section):
     top_k: NonNegativeInt | None = None
     min_p: FractionOrZero | None = None
     repetition_penalty: PositiveFloat | None = None
-    min_tokens: NonNegativeInt | None = None
     max_completion_length: PositiveInt | None = None
     stop: Strings | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_unset(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out unset fields, because None is a value for max_completion_length."""
-        values: dict[str, Any] = serialize(self)
-        return {name: values[name] for name in values if name in self.model_fields_set}
+
+class EnvTrainSampling(EnvSampling):
+    """The same for training, with the size of its groups."""
+
+    num_generations: Annotated[int, Field(ge=2)] | None = None
 
 
 class EnvEvalSampling(EnvSampling):
@@ -145,12 +127,10 @@ class EnvSection(RewardSettings, DataSection):
     address: Names | None = None
     """http://HOST:PORT of the bin/verifier that runs the task, or several of them, which take turns
     and replace each other; None = no verifier"""
-    num_generations: Annotated[int, Field(ge=2)] | None = None
-    """completions per problem in training; None = sampling.num_generations"""
-    sampling: EnvSampling | None = None
+    sampling: EnvTrainSampling | None = None
     """settings of [sampling] that differ in this environment, such as
-    { temperature = 0.8, max_completion_length = 64 }: temperature, top_p, top_k, min_p,
-    repetition_penalty, min_tokens, max_completion_length, stop"""
+    { temperature = 0.8, max_completion_length = 64 }: num_generations, temperature, top_p, top_k,
+    min_p, repetition_penalty, max_completion_length, stop"""
     rollouts_per_example: PositiveInt | None = None
     """completions per problem in evaluations; None = eval.rollouts_per_example"""
     eval_sampling: EnvEvalSampling | None = None
@@ -168,6 +148,11 @@ class EnvSection(RewardSettings, DataSection):
     def label(self) -> str:
         """Name of the environment in problems, groups and metrics."""
         return self.name or self.task_name
+
+    @property
+    def reward_labels(self) -> list[str]:
+        """Names of the reward functions in metrics."""
+        return [name.replace(":", ".").rpartition(".")[2] for name in self.reward]
 
     @property
     def data_options(self) -> dict[str, Any]:
@@ -197,20 +182,12 @@ class CurriculumSection(Section):
 
     env_ratios: Numbers | None = None
     """relative number of samples of each [[env]], in order; None = its number of problems"""
-    hash_keys: HashKeys = ("task", "prompt")
-    """fields that together identify a problem: task, prompt, answer, id (given by the task)"""
     easy_threshold: FractionOrZero | None = None
     """exclude problems with a mean reward of at least this (easy pool); None = off"""
     hard_threshold: FractionOrZero | None = None
     """exclude problems with a mean reward of at most this (hard pool); None = off"""
-    easy_fraction: FractionOrZero = 0.0
-    """fraction of the easy pool that is sampled again when a run is resumed"""
-    hard_fraction: FractionOrZero = 0.0
-    """fraction of the hard pool that is sampled again when a run is resumed"""
     online_difficulty_filtering: bool = False
     """drop groups whose mean reward is exactly 0 or 1, and fill the batch with other groups"""
-    oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """groups in flight as a multiple of the groups per step; raise it if filtering drops groups"""
 
 
 class SamplingSection(Section):
@@ -218,14 +195,8 @@ class SamplingSection(Section):
 
     num_generations: Annotated[int, Field(ge=2)] = 8
     """completions per problem, which form a group: advantages compare their rewards"""
-    temperature: PositiveFloat | None = None
-    """divisor of the logits before the softmax; None = 1, or as temp_scheduler defines"""
-    temp_scheduler: Literal["linear", "cosine"] | None = None
-    """temperature schedule over train.max_steps; None = constant"""
-    temp_start: PositiveFloat | None = None
-    """temp_scheduler: temperature at the first training step"""
-    temp_end: PositiveFloat | None = None
-    """temp_scheduler: temperature at the last training step"""
+    temperature: PositiveFloat = 1.0
+    """divisor of the logits before the softmax"""
     top_p: Fraction = 1.0
     """nucleus sampling: keep the most probable tokens up to this probability mass; 1 = off"""
     top_k: NonNegativeInt = 0
@@ -234,8 +205,6 @@ class SamplingSection(Section):
     """keep tokens with at least this fraction of the highest probability; 0 = off"""
     repetition_penalty: PositiveFloat = 1.0
     """above 1: lower the logits of tokens that occur in prompt or completion; 1 = off"""
-    min_tokens: NonNegativeInt = 0
-    """minimum number of sampled tokens before a completion may end"""
     max_completion_length: PositiveInt | None = 256
     """maximum number of sampled tokens, including the end token; None = as many as the prompt
     leaves of engine.max_model_len. Left out: 256, more for long answers or a model that thinks"""
@@ -252,8 +221,6 @@ class TrainSection(Section):
     batch_size: PositiveInt = 64
     """rollouts per training step, a multiple of sampling.num_generations; if that differs between
     environments, at least as many rollouts. Left out: 64, at most one group per problem"""
-    token_batch_size: PositiveInt | None = None
-    """tokens per training step (prompts and completions), instead of batch_size"""
     max_steps: PositiveInt = 80
     """training steps of the whole run"""
     optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
@@ -278,10 +245,8 @@ class TrainSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """gradient clipping: maximum norm of the gradient"""
     max_tokens_per_microbatch: PositiveInt = 4096
-    """tokens per forward and backward pass; changes memory, not the gradient. Left out: the largest
-    power of two that fits"""
-    oversize: Literal["truncate", "drop"] = "truncate"
-    """rollouts longer than max_tokens_per_microbatch: train on their beginning, or drop them"""
+    """tokens per forward and backward pass; changes memory, not the gradient; of a longer rollout
+    the beginning is trained. Left out: the largest power of two that fits"""
     keep_zero_std: bool = False
     """also train on groups with equal rewards; useful with a loss term for a reference, a teacher
     or the entropy, or with token_whitening over the whole step, which gives them advantages"""
@@ -291,9 +256,7 @@ class TrainSection(Section):
     num_minibatches: PositiveInt = 1
     """mini-batches per training step: parts of the batch, each with an optimizer update"""
     ref_sync_steps: PositiveInt | None = None
-    """training steps between two updates of the reference model from the policy; None = never"""
-    ref_mixup_alpha: Fraction = 1.0
-    """weight of the policy in the average of policy and previous reference model"""
+    """training steps after which the reference model becomes a copy of the policy; None = never"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of matrix products; auto = bfloat16 where it is faster; weights and gradients
     stay float32"""
@@ -306,13 +269,9 @@ class TrainSection(Section):
     """drop groups sampled by weights more than this many steps old; 0 if max_async_level is 0"""
     max_mismatch_kl: PositiveFloat = 0.1
     """report a generator if the KL between its logprobs and the trainer's exceeds this"""
-    on_mismatch: Literal["report", "drop"] = "report"
-    """generator above max_mismatch_kl: only report it, or also drop its groups"""
     memory_fraction: Fraction | None = None
     """fraction of the memory that the trainer may use, of its GPU or with model.device cpu of the
     machine; engine.gpu_memory_utilization is that of each generator; None = all"""
-    num_workers: PositiveInt = 1
-    """processes (trainer, generators) that share this machine's cores; more = fewer threads"""
 
     @property
     def staleness_limit(self) -> int:
@@ -327,16 +286,10 @@ class EarlyStopSection(Section):
     status 2. The same command continues the run and counts from 0 again.
     """
 
-    max_mismatch_kl: PositiveFloat | None = None
-    """highest mismatch_kl, the KL estimate of the policy to the weights that sampled"""
-    max_staleness: NonNegativeFloat | None = None
-    """highest staleness/mean, in training steps"""
     min_entropy: PositiveFloat | None = None
     """lowest entropy, in nats per token"""
     max_reward: float | None = None
     """highest reward, for example when the task is solved"""
-    min_reward: float | None = None
-    """lowest reward"""
     patience: PositiveInt = 10
     """consecutive steps beyond a limit"""
 
@@ -348,8 +301,6 @@ class LoraSection(Section):
     """rank of the adapters; None = train all weights"""
     alpha: PositiveFloat = 32.0
     """the output of an adapter is scaled by alpha / rank"""
-    dropout: Decay = 0.0
-    """dropout on the input of the adapters while training"""
     base_dtype: Literal["bfloat16", "float32", "int8", "nf4"] = "bfloat16"
     """format of the base model on the trainer: 2, 4, 1.03 or 0.53 bytes per weight of a linear
     layer; generators sample from the same values"""
@@ -368,15 +319,11 @@ class EvalSection(Section):
     """held-out problems per environment; -1 = all"""
     rollouts_per_example: PositiveInt = 1
     """completions per problem: 1 = greedy, more = sampled as in training, for pass@k and avg@k"""
-    temperature: NonNegativeFloat | None = None
-    """sampling temperature of an evaluation, 0 = greedy; None = 0 for one completion per problem,
-    else as in training"""
-    max_completion_length: PositiveInt | None = None
-    """maximum number of sampled tokens in an evaluation; None = as in training"""
+    sampling: EnvEvalSampling | None = None
+    """settings of [sampling] that differ in evaluations, as [[env]] sampling; a temperature that is
+    left out is 0 (greedy) for one completion per problem, else as in training"""
     eval_base_model: bool = True
     """also evaluate the model before training"""
-    skip_eval_on_resume: bool = True
-    """do not evaluate again at the step from which a run is resumed"""
     cancel_inflight_rollouts_on_eval: bool = False
     """interrupt the groups in flight when an evaluation starts and resume them after it, instead of
     finishing them before"""

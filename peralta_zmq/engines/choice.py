@@ -22,7 +22,6 @@ AUTO = "auto"
 # Settings of [engine] that not every shipped engine has -> the engines that have them.
 ENGINES_WITH = {
     "quantize": ("mlx",),
-    "tensor_parallel_size": ("vllm",),
     "vllm_args": ("vllm",),
 }
 

@@ -115,18 +115,18 @@ class Rows:
             self.steps[row, :length] = resumed.policy_steps
         return row
 
-    def by_sampling(self, first_row: int, step: int) -> list[tuple[Sampling, np.ndarray | slice]]:
-        """Divide the rows from `first_row` on by sampling parameters, those of policy step `step`.
+    def by_sampling(self, first_row: int) -> list[tuple[Sampling, np.ndarray | slice]]:
+        """Divide the rows from `first_row` on by sampling parameters.
 
         Returns the parameters with the indices of their rows, counted from `first_row`.
         """
         options = self._options[first_row:]
         if all(each is options[0] for each in options):
-            return [(options[0].at(step), slice(None))]  # no copy of the logits
+            return [(options[0], slice(None))]  # no copy of the logits
         divided: dict[int, list[int]] = {}  # id() of the parameters -> indices
         for index, each in enumerate(options):
             divided.setdefault(id(each), []).append(index)
-        return [(options[part[0]].at(step), np.array(part)) for part in divided.values()]
+        return [(options[part[0]], np.array(part)) for part in divided.values()]
 
     def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
         """A random number in [0, 1) for the next token of each of `rows`."""

@@ -151,7 +151,7 @@ class RowEngine:
         vocab_size = logits.shape[-1]
         tokens = np.empty(len(rows), np.int64)
         logprobs = np.empty(len(rows), np.float32)
-        for sampling, part in self._rows.by_sampling(first_row, self.step):
+        for sampling, part in self._rows.by_sampling(first_row):
             tokens[part], logprobs[part] = self._decoder.sample(
                 logits,
                 part,

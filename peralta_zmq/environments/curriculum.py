@@ -177,15 +177,6 @@ class DifficultyPools:
             return 0
         return self._move_to_normal(list(self._excluded))
 
-    def return_to_normal(self, *, easy_fraction: float, hard_fraction: float, seed: int) -> int:
-        """Move random fractions of easy and hard problems to normal; returns how many."""
-        returned: list[str] = []
-        for pool, fraction in zip(EXCLUDED_POOLS, (easy_fraction, hard_fraction), strict=True):
-            ids = self._ids_in(pool)
-            rng = random.Random(f"return {pool} {seed}")
-            returned += rng.sample(ids, round(fraction * len(ids)))
-        return self._move_to_normal(returned)
-
     def saved(self) -> dict[str, list[str]]:
         return {pool: self._ids_in(pool) for pool in EXCLUDED_POOLS}
 

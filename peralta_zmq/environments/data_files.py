@@ -8,7 +8,6 @@ functions: in CSV, and in a text of Parquet, as JSON.
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import json
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
-from peralta_zmq.errors import TaskError, import_extra
+from peralta_zmq.errors import TaskError, import_extra, nearest
 from peralta_zmq.rollout import Message, Role
 
 DATA_FOLDER = Path(__file__).parent / "data"
@@ -139,8 +138,8 @@ def _suggestion(path: Path) -> str:
     names = {name: name for name in SHIPPED}
     if os.path.isdir(path.parent):
         names |= {file.name: str(file) for file in path.parent.glob("*.*")}
-    similar = difflib.get_close_matches(path.name, names, n=1)
-    return f", did you mean '{names[similar[0]]}'?" if similar else ""
+    name = nearest(path.name, names)
+    return f", did you mean '{names[name]}'?" if name else ""
 
 
 def _read_text(path: Path) -> str:

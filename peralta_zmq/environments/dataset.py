@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from operator import length_hint
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from peralta_zmq.environments.data_files import TOKENS_COLUMN, DataRow, read_rows
 from peralta_zmq.environments.reward_pool import RewardPool
 from peralta_zmq.environments.turns import Reply
-from peralta_zmq.errors import ConfigError, TaskError
+from peralta_zmq.errors import ConfigError, TaskError, choices_text
 from peralta_zmq.rollout import Completion, Message, Problem, Score
 from peralta_zmq.signatures import Signature, call_error
 
@@ -177,12 +177,8 @@ def _check_options(
 
 def unknown_option(owner: str, option: str, names: Sequence[str]) -> ConfigError:
     """The error for an option that `owner`, a task, does not have; `names` are its options."""
-    similar = get_close_matches(option, names, n=1)
-    hint = f"did you mean {similar[0]}? Its" if similar else "its"
-    return ConfigError(
-        f"{owner} has no option '{option}'; {hint} options are {', '.join(names) or 'none'} "
-        "(data.args or env.args)"
-    )
+    choices = choices_text("its options are", option, names or ["none"])
+    return ConfigError(f"{owner} has no option '{option}'; {choices} (data.args or env.args)")
 
 
 def problem_id(values: Sequence[str]) -> str:
@@ -190,41 +186,15 @@ def problem_id(values: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
 
 
-def labeled_problem(problem: Problem, label: str, keys: Sequence[str]) -> Problem:
-    """The problem with its environment's `label` as task, and the hash of fields `keys` as id."""
-    contents = [message.content for message in problem.messages if message.role != "system"]
-    values = {
-        "task": label,
-        "prompt": "\n".join(contents) or problem.question,
-        "answer": problem.answer,
-        "id": problem.id,
-    }
-    return replace(problem, task=label, id=problem_id([values[key] for key in keys]))
+def labeled_problem(problem: Problem, label: str) -> Problem:
+    """The problem with its environment's `label` as task, and an id by which equal ones are one.
 
-
-def check_ids(problems: Sequence[Problem], label: str, keys: Sequence[str]) -> None:
-    """Raise TaskError if problems of an environment with equal ids are different problems.
-
-    They are one problem if they have one answer; without an answer, if they have one `info`.
+    Problems are equal if they have one prompt and one answer; without an answer, one id and `info`.
     """
-
-    def num_ambiguous(*keys: str) -> int:
-        contents: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
-        for problem in problems:
-            content = (problem.answer, {} if problem.answer else problem.info)
-            contents.setdefault(labeled_problem(problem, label, keys).id, []).append(content)
-        return sum(
-            len(equal) for equal in contents.values() if any(each != equal[0] for each in equal)
-        )
-
-    if not (number := num_ambiguous(*keys)):
-        return
-    useful = [key for key in ("answer", "id") if not num_ambiguous(*keys, key)]
-    remedy = f"add {useful[0]} to curriculum.hash_keys" if useful else "give them other prompts"
-    raise TaskError(
-        f"{number} problems of environment '{label}' share their ids with problems that have "
-        f"another answer or other data (curriculum.hash_keys {','.join(keys)}); {remedy}"
-    )
+    contents = [message.content for message in problem.messages if message.role != "system"]
+    prompt = "\n".join(contents) or problem.question
+    own = json.dumps([problem.id, problem.info], sort_keys=True, default=repr)
+    return replace(problem, task=label, id=problem_id([label, prompt, problem.answer or own]))
 
 
 # The problems of a file.

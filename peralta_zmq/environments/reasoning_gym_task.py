@@ -10,11 +10,10 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from typing import Any
 
 from peralta_zmq.environments.dataset import problem_id, unknown_option
-from peralta_zmq.errors import ConfigError, import_extra
+from peralta_zmq.errors import ConfigError, choices_text, import_extra
 from peralta_zmq.rollout import Message, Problem
 
 PREFIX = "reasoning_gym"
@@ -45,9 +44,8 @@ class ReasoningGymTask:
         if name in UNUSABLE:
             raise ConfigError(f"task {PREFIX}:{name} cannot be used: {UNUSABLE[name]}")
         if name not in names:
-            similar = get_close_matches(name, names, n=1)
-            hint = f"did you mean {PREFIX}:{similar[0]}? Choose" if similar else "choose"
-            raise ConfigError(f"unknown task {PREFIX}:{name}; {hint} one of {', '.join(names)}")
+            choices = choices_text("choose one of", name, names, f"{PREFIX}:{{}}")
+            raise ConfigError(f"unknown task {PREFIX}:{name}; {choices}")
         self._name = name
         self.reward = reward
 

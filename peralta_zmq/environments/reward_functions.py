@@ -152,7 +152,8 @@ def num_completions(messages: Sequence[Message]) -> int:
 
 
 def is_group_function(function: Callable[..., Any]) -> bool:
-    return "completions" in Signature(function).names
+    """Whether a function has TRL's signature: a parameter `completions` or `completion_ids`."""
+    return bool({"completions", "completion_ids"} & {*Signature(function).names})
 
 
 def completion_arguments(
@@ -215,7 +216,7 @@ def score_of(
         names = ", ".join(function.name for function in functions)
         raise RewardError(
             f"{names} returned None for a completion of problem {problem.id}; let one of "
-            "task.reward_functions return a number for each completion"
+            "task.reward return a number for each completion"
         )
     total = math.fsum(weight * reward for weight, reward in totals.values())
     turn_rewards = tuple(

@@ -55,7 +55,7 @@ class RewardPool:
         self,
         *,
         num_workers: int,
-        concurrency: int,
+        concurrency: int = 16,
         timeout_seconds: float,
         queue_limit: int,
         grace_seconds: float = 5.0,  # for a worker that awaits calls, to report a timeout itself
@@ -360,25 +360,6 @@ class LocalReplies:
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
         return self._pool.reply(self._turns, problem, messages)
-
-
-class NoRewards:
-    """Rewards of 0, for an objective that needs none."""
-
-    identity = "none"
-    has_room = True
-
-    def score(
-        self,
-        problem: Problem,
-        texts: Sequence[str],
-        token_ids: Sequence[Sequence[int]],
-        messages: Sequence[Sequence[Message]] = (),
-    ) -> Future[list[Score]]:
-        return _finished([Score(0.0)] * len(texts))
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def _finished(result: Result | TaskError) -> Future[Result]:

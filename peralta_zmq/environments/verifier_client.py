@@ -49,7 +49,7 @@ class _OtherProblemsError(TaskError):
 class RemoteEnvironment:
     """The environment `env` of one or more verifiers, with the functions of a task as methods.
 
-    `token` is the password in `verifier.token_file`. At most `concurrency` requests are sent at a
+    `token` is the password in `security.token_file`. At most `concurrency` requests are sent at a
     time; each may take `request_timeout`, and `reward_timeout` more per completion. After
     `retry_seconds` without a response, an error is raised. A verifier that did not respond is left
     out for `avoid_seconds` if there are others.
@@ -61,7 +61,7 @@ class RemoteEnvironment:
         *,
         env: str,
         token: str | None = None,
-        concurrency: int = 1,
+        concurrency: int = 16,
         reward_timeout: float = 0.0,
         retry_seconds: float = 60.0,
         request_timeout: float = 30.0,

@@ -64,7 +64,7 @@ def run(config: Config) -> None:
     with suppress(ConfigError):  # without the model the defaults stay
         config = fitted_settings.fit_settings(config, local=True).config
     section = config.verifier
-    token = read_private_token(section.token_file, option="verifier.token_file")
+    token = read_private_token(config.security.token_file)
     with closing(Verifier(config, host=section.host, port=section.port, token=token)) as verifier:
         verifier.log_dry_run(config)
         stopped = threading.Event()
@@ -119,7 +119,7 @@ class Verifier:
                 host, port, token=token, settings=("verifier.host", "verifier.port")
             ),
             token=token,
-            token_setting="verifier.token_file",
+            token_setting="security.token_file",
             refuse=_refuse,
             limits=limits,
         )

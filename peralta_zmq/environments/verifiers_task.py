@@ -12,7 +12,6 @@ import hashlib
 import json
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +19,13 @@ from peralta_zmq.environments.dataset import problem_id, unknown_option
 from peralta_zmq.environments.tool_process import tool_messages
 from peralta_zmq.environments.turns import Reply
 from peralta_zmq.environments.verifiers_replay import library, prompt_of, replay
-from peralta_zmq.errors import ConfigError, TaskError, described, import_extra
+from peralta_zmq.errors import (
+    ConfigError,
+    TaskError,
+    described,
+    did_you_mean,
+    import_extra,
+)
 from peralta_zmq.rollout import Message, Problem, Score
 from peralta_zmq.signatures import Signature
 
@@ -322,11 +327,10 @@ def _is_held_out(data: Any) -> bool:
 def _unknown(name: str) -> ConfigError:
     folders = (None, [f"{path}/tasksets" for path in library.__path__])
     modules = [each.name for folder in folders for each in pkgutil.iter_modules(folder)]
-    similar = get_close_matches(name.replace("-", "_"), modules, n=1)
-    hint = f"did you mean {PREFIX}:{similar[0]}? Else " if similar else ""
+    hint = did_you_mean(name.replace("-", "_"), modules, f"{PREFIX}:{{}}")
     return ConfigError(
-        f"unknown task {PREFIX}:{name}; {hint}install the package of the taskset, or put its "
-        "module into a folder of PYTHONPATH"
+        f"unknown task {PREFIX}:{name}; {hint}{' Else ' * bool(hint)}install the package of the "
+        "taskset, or put its module into a folder of PYTHONPATH"
     )
 
 

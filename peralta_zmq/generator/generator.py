@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 from contextlib import ExitStack, closing
 
@@ -64,7 +63,7 @@ def run_once(config: Config) -> None:
     build.choose_engine(config)  # refuses settings before it waits for weights
     serving.check_settings(config)
     models.keep_memory()  # freed memory stays in the process, for the next step
-    threads = models.use_threads(config.generator.num_workers)
+    threads = models.use_threads(config.run.num_workers)
     device = models.choose_device(config.model.device)
     worker_info = models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
     name = config.generator.full_name
@@ -111,7 +110,7 @@ def run_once(config: Config) -> None:
         chats = serving.serve_chats(config, engine, tokenizer, stack)
         reader = dry_run.PromptReader.of(config, tokenizer)
         environments = dry_run.usable_environments(config, environments, "train", reader)
-        rollouts = wire.RolloutSender(trainer.current, hwm=config.wire.hwm, keys=keys)
+        rollouts = wire.RolloutSender(trainer.current, keys=keys)
         stack.enter_context(closing(rollouts))
         trainer.add(rollouts.connection)
         weights = ServedWeights(
@@ -135,8 +134,7 @@ def outbox_limit(config: Config) -> int:
     Enough for all training steps that could still consume the groups.
     """
     steps = (config.train.max_async_level + 1) * config.weights.interval + 1
-    groups = steps * config.groups_per_step * config.curriculum.oversampling_factor
-    return max(64, math.ceil(groups))
+    return max(64, steps * config.groups_per_step)
 
 
 class Generator:

@@ -63,9 +63,7 @@ class TrainingGroups:
             config.train.max_async_level,
             name=link.name,
             steps_per_version=config.weights.interval,
-            oversampling_factor=config.curriculum.oversampling_factor,
-            follow_step_size=config.train.token_batch_size is not None
-            or len({*config.group_sizes.values()}) > 1,
+            follow_step_size=len({*config.group_sizes.values()}) > 1,
             silence_seconds=link.silence_seconds,
         )
         self.groups: list[Group] = []  # in flight, or interrupted
@@ -254,14 +252,12 @@ class SamplingPacer:
         *,
         name: str,  # of this generator
         steps_per_version: int = 1,
-        oversampling_factor: float = 1.0,
         follow_step_size: bool = False,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         self._groups_per_step = groups_per_step
         self._follow_step_size = follow_step_size
         self._name = name
-        self._oversampling_factor = oversampling_factor
         self._max_async_level = max_async_level
         self._steps_per_version = steps_per_version
         self._silence_seconds = silence_seconds
@@ -296,8 +292,7 @@ class SamplingPacer:
                 names = {sender.split("/")[0] for sender in announcement.received}
             self._counted = announcement
             self._num_generators = max(1, len(names))
-        expected = math.ceil(groups_per_step * self._oversampling_factor)
-        share = math.ceil(expected / self._num_generators)
+        share = math.ceil(groups_per_step / self._num_generators)
         started_step = max(announcement.started_step, step)  # the announcement may be old
         # The steps taken before the group is trained: pending groups are consumed first.
         num_taken = started_step + num_pending // share

@@ -176,9 +176,8 @@ def _accept(subscriber: WeightSubscriber, pending: PendingWeights, started: floa
 def open_subscriber(config: Config, name: str) -> WeightSubscriber:
     address = config.weights_address
     return WeightSubscriber(
-        WeightStore.open(address, token=read_private_token(config.weights.token_file)),
+        WeightStore.open(address, token=read_private_token(config.security.token_file)),
         config.run_folder / "copies" / name,
-        poll_seconds=config.weights.poll_seconds,
         watch=None if "://" in address else config.weights_folder,
     )
 

@@ -1,6 +1,6 @@
 """Which rollout groups are trained, and the outcome of each group.
 
-A group that is not trained has one of six reasons, as users see them in summary, metrics, events
+A group that is not trained has one of five reasons, as users see them in summary, metrics, events
 and samples.jsonl. `Admission.admit` records the first outcome, in the order of `_decide`, that
 applies; a group with an outcome is settled.
 
@@ -9,9 +9,6 @@ applies; a group with an outcome is settled.
     too old      stale: sampled from weights that are more than `max_off_policy_steps` steps old;
                  abandoned: from weights that a roll-back has undone, or after the last step
     filtered     filtered: mean reward exactly 0 or 1, with `online_difficulty_filtering`
-    mismatched   mismatched: the logprobs of the sender differ too much from the trainer's, on
-                 average. Those of a single group that do are only "excluded" from one update
-                 (unusable_groups.py); the group counts as trained
     invalid      invalid: the decoder refused the rollouts
     lost         lost: it never arrived, and its sender will not send it again
 
@@ -30,9 +27,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from peralta_zmq.rollout import RolloutGroup
 
 Admitted: TypeAlias = Literal["trained", "no_signal"]  # in the batch
-Dropped: TypeAlias = Literal[
-    "stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid", "lost"
-]
+Dropped: TypeAlias = Literal["stale", "abandoned", "filtered", "evaluated", "invalid", "lost"]
 Outcome: TypeAlias = Admitted | Dropped
 AdmissionDecision: TypeAlias = Outcome | Literal["duplicate"]
 ADMITTED: tuple[str, ...] = get_args(Admitted)
@@ -40,8 +35,6 @@ OUTCOMES: tuple[str, ...] = (*ADMITTED, *get_args(Dropped))
 # A gap is a range of groups that have not arrived although later groups of the sender have. Groups
 # above a gap are stored one by one, so their number is limited:
 MAX_ABOVE = 1024  # settled groups above a gap, per sender
-MAX_ABOVE_ALL = 1 << 17  # settled groups above a gap, all senders; about 100 bytes each
-MAX_SENDERS = 1 << 16  # senders in memory; the least recently active is dropped first
 # Largest valid jump of a sender's group number. A sender drops groups, and so skips numbers,
 # after a roll-back of the run and when its outbox is full, but always fewer than this. A larger
 # jump must be an error, and would distort the count of lost groups.
@@ -58,8 +51,6 @@ class Admission:
     ledger: Ledger = field(default_factory=lambda: Ledger())
     abandoned: set[str] = field(default_factory=set[str])
     """The `weights_id` of each weight version that a roll-back of the run has undone."""
-    flagged: set[str] = field(default_factory=set[str])
-    """Senders whose mean logprob mismatch with the trainer exceeds the configured bound."""
     is_over: bool = False  # the last step is taken, so that no group is trained anymore
     duplicates: int = 0  # groups that arrived when they were settled
 
@@ -85,7 +76,6 @@ class Admission:
             "invalid": not group.rollouts,
             "abandoned": is_abandoned or (self.is_over and not is_evaluated),
             "evaluated": is_evaluated,
-            "mismatched": group.sender in self.flagged,
             "stale": staleness(group, step=step) > self.max_off_policy_steps,
             "filtered": self.online_difficulty_filtering and group.mean_reward in (0.0, 1.0),
             "no_signal": not group.has_signal,
@@ -108,10 +98,19 @@ class Ledger:
 
     Groups can arrive out of order. All groups of a sender up to group number `settled(sender)`
     are settled, and perhaps some later ones, above a gap. Every settled group has exactly one
-    outcome, so the outcomes sum to `total`.
+    outcome, so the outcomes sum to `total`. In memory are at most `max_senders` senders, and
+    `max_above` settled groups above gaps, of about 100 bytes each.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        saved: Mapping[str, Any] | None = None,
+        *,
+        max_senders: int = 1 << 16,
+        max_above: int = 1 << 17,
+    ) -> None:
+        self._max_senders = max_senders
+        self._max_above = max_above
         saved = saved or {"senders": {}, "outcomes": {}, "forgotten": 0}
         senders: Mapping[str, tuple[int, list[int]]] = saved["senders"]
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
@@ -197,7 +196,7 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """An independent copy; much faster than `saved`."""
-        ledger = Ledger()
+        ledger = Ledger(max_senders=self._max_senders, max_above=self._max_above)
         ledger.outcomes = self.outcomes.copy()
         ledger._forgotten = self._forgotten
         # Both share the sets in `_above`: `settle` replaces a set instead of changing it.
@@ -213,17 +212,17 @@ class Ledger:
         return above
 
     def _limit_memory(self) -> None:
-        """Close gaps if MAX_ABOVE_ALL is exceeded; forget a sender if MAX_SENDERS is exceeded.
+        """Close gaps if `max_above` is exceeded; forget a sender if `max_senders` is exceeded.
 
         The gaps closed are those of the least recently active sender that has any; the groups
         missing in them become lost. The sender forgotten is the least recently active one.
         """
-        if self._num_above > MAX_ABOVE_ALL:
+        if self._num_above > self._max_above:
             oldest = next(iter(self._above))
             above = self._pop_above(oldest)
             self._count_lost(max(above) - self._settled[oldest] - len(above))
             self._settled[oldest] = max(above)
-        if len(self._settled) > MAX_SENDERS:
+        if len(self._settled) > self._max_senders:
             oldest = next(iter(self._settled))
             self._forgotten += self._settled.pop(oldest) + 1 + len(self._pop_above(oldest))
 

@@ -1,32 +1,27 @@
 """Advantages of rollouts from their rewards, and filters that remove rollouts.
 
 To add a function, write it here and add its line to the table in `registry.py`. The function's
-keywords become options in [advantage] or [filter].
+keywords are options.
 
     def advantage(rewards, lengths, *, option=...) -> list[float]
 
-turns the rewards of K rollouts into K advantages; `lengths` are the numbers of generated tokens.
-The K rollouts are one group, or all rollouts of the step if the function has a keyword
-`group_adv_norm` and its value is False. A keyword `step_rewards` gets the rewards of all groups of
-the step.
-
-`RewardShaping` computes the rewards that such a function gets from the rollouts of a group:
-normalized terms, and penalties of the length. If the task gives rewards of turns, the function gets
-the returns of the same turn of several rollouts instead (`turn_advantages`).
+turns the rewards of the K rollouts of a group into K advantages; `lengths` are the numbers of
+generated tokens. The keywords `step_rewards` and `step_lengths` get those of all groups of the
+step. If the task gives rewards of turns, the function gets the returns of the same turn of several
+rollouts instead (`turn_advantages`).
 
     def filter(rollout, *, option=...) -> bool
 
-returns True if the rollout has the defect that the filter detects. An enforced filter removes the
-tokens of such rollouts from the loss; the rewards of these rollouts still count in the metrics and
-in the advantages of the group. The keywords `vocab_size` and `max_completion_length` get their
-values from the run.
+returns True for a rollout to detect. The rewards of rollouts that a filter removes from the loss
+still count in the metrics and in the advantages of the group. The keywords `vocab_size` and
+`max_completion_length` get their values from the run.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from statistics import fmean
@@ -43,51 +38,10 @@ AdvantageFunction = Callable[[Sequence[float], Sequence[int]], list[float]]
 # Advantage of all generated tokens of a rollout, or of those of each of its turns.
 Advantage: TypeAlias = "float | tuple[float, ...]"
 ScaleRewards: TypeAlias = Literal["group", "batch", "none"]
-TERM_EPS = 1e-4  # added to the standard deviation of a term, as in TRL
-
-
-# Rewards
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardShaping:
-    """Computes the rewards of a group that its advantages are computed from.
-
-    Without options they are those of the rollouts. The options are named as in [advantage].
-    """
-
-    multi_objective_aggregation: str = "sum_then_normalize"
-    """normalize_then_sum: R = sum(w z) over the terms of the reward, z = (term - mean) / (std +
-    TERM_EPS), with mean and sample std of the group (GDPO, arXiv 2601.05242)."""
-    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """w of each term by its name; 1 for other terms."""
-    length_penalty: str | None = None
-    """tokens: multiply the highest reward of a group, if it is above 0, by 1 + max(0, 1 - length /
-    mean), where mean is the mean length of the rollouts with this reward (prime-rl)."""
-
-    def __call__(self, group: RolloutGroup) -> list[float]:
-        is_normalized = self.multi_objective_aggregation == "normalize_then_sum"
-        rewards = self._sums_of_terms(group) if is_normalized else [*group.rewards]
-        lengths = [rollout.num_generated for rollout in group.rollouts]
-        best = max(rewards, default=0.0)
-        if self.length_penalty == "tokens" and best > 0:
-            mean = fmean(n for n, reward in zip(lengths, rewards, strict=True) if reward == best)
-            rewards = [
-                reward * (1 + max(0.0, 1 - length / mean)) if reward == best else reward
-                for reward, length in zip(rewards, lengths, strict=True)
-            ]
-        return rewards
-
-    def _sums_of_terms(self, group: RolloutGroup) -> list[float]:
-        """The weighted sum of the normalized terms of each rollout; a missing term adds 0."""
-        terms = [rollout.rewards or {"reward": rollout.reward} for rollout in group.rollouts]
-        sums = [0.0] * len(terms)
-        for name in dict.fromkeys(chain(*terms)):
-            indices = [index for index, values in enumerate(terms) if name in values]
-            scores = group_zscore([terms[at][name] for at in indices], [], eps=TERM_EPS, ddof=1)
-            for index, score in zip(indices, scores, strict=True):
-                sums[index] += self.reward_weights.get(name, 1.0) * score
-        return sums
+# Weight of each term of the reward, by label of the environment and name of the term; others: 1.
+TermWeights: TypeAlias = Mapping[str, Mapping[str, float]]
+EPS = 1e-4  # added to a standard deviation, as in TRL
+WHITENING_EPS = 1e-5  # as in AReaL
 
 
 # Advantages
@@ -97,54 +51,54 @@ def advantages_of(
     groups: Sequence[RolloutGroup],
     advantage: AdvantageFunction,
     *,
-    shaping: RewardShaping = RewardShaping(),
+    term_weights: TermWeights | None = None,
     keep_zero_std: bool = False,
 ) -> list[list[Advantage]]:
-    """Compute the advantages of each group's rollouts from the rewards of `shaping`.
+    """Compute the advantages of each group's rollouts from their rewards.
 
-    If these are equal within rounding, the group's list of advantages is empty, and its rewards do
-    not count in a mean over the whole step. `keep_zero_std` turns off this exception. For groups
+    With `term_weights`, the rewards are `normalized_rewards`. If they are equal within rounding,
+    the group's list of advantages is empty; `keep_zero_std` turns off this exception. For groups
     with rewards of turns, the result of `turn_advantages`. Raises ConfigError as
     `check_turn_rewards`.
     """
-    with_turns = [any(group.turn_rewards) for group in groups]
-    if any(with_turns):
-        check_turn_rewards(advantage, shaping)
-    others = [group for group, has_turns in zip(groups, with_turns, strict=True) if not has_turns]
-    by_group = iter(_rollout_advantages(others, advantage, shaping, keep_zero_std=keep_zero_std))
-    return [
-        [*turn_advantages(group, advantage, keep_zero_std=keep_zero_std)]
-        if has_turns
-        else [*next(by_group)]
-        for group, has_turns in zip(groups, with_turns, strict=True)
+    if any(any(group.turn_rewards) for group in groups):
+        check_turn_rewards(advantage, normalizes=term_weights is not None)
+    rewards = [
+        [*group.rewards]
+        if term_weights is None
+        else normalized_rewards(group, term_weights.get(group.task, {}))
+        for group in groups
     ]
+    lengths = [[rollout.num_generated for rollout in group.rollouts] for group in groups]
+    step = {"step_rewards": [*chain(*rewards)], "step_lengths": [*chain(*lengths)]}
+    names = Signature(advantage).names
+    used = {name: values for name, values in step.items() if name in names}
+    by_group = partial(cast(Any, advantage), **used)
+    advantages: list[list[Advantage]] = []
+    for group, group_rewards, group_lengths in zip(groups, rewards, lengths, strict=True):
+        if any(group.turn_rewards):
+            advantages.append([*turn_advantages(group, advantage, keep_zero_std=keep_zero_std)])
+        elif keep_zero_std or not equal_within_rounding(group_rewards):
+            advantages.append(by_group(group_rewards, group_lengths))
+        else:
+            advantages.append([])
+    return advantages
 
 
-def _rollout_advantages(
-    groups: Sequence[RolloutGroup],
-    advantage: AdvantageFunction,
-    shaping: RewardShaping,
-    *,
-    keep_zero_std: bool,
-) -> list[list[float]]:
-    """The advantages of groups without rewards of turns; see `advantages_of`."""
-    shaped = [shaping(group) for group in groups]
-    is_trained = [keep_zero_std or not equal_within_rounding(rewards) for rewards in shaped]
-    rewards = [each for each, trained in zip(shaped, is_trained, strict=True) if trained]
-    lengths = [
-        [rollout.num_generated for rollout in group.rollouts]
-        for group, trained in zip(groups, is_trained, strict=True)
-        if trained
-    ]
-    signature = Signature(advantage)
-    if "step_rewards" in signature.names:
-        advantage = partial(cast(Any, advantage), step_rewards=[*chain(*shaped)])
-    if signature.defaults.get("group_adv_norm", True):
-        by_group = map(advantage, rewards, lengths)
-    else:
-        values = iter(advantage([*chain(*rewards)], [*chain(*lengths)]) if rewards else ())
-        by_group = (list(islice(values, len(group))) for group in rewards)
-    return [next(by_group) if trained else [] for trained in is_trained]
+def normalized_rewards(group: RolloutGroup, weights: Mapping[str, float]) -> list[float]:
+    """R = sum(w z) over the terms of the reward, z = (term - mean) / (std + EPS).
+
+    Mean and sample standard deviation are those of the group (GDPO, arXiv 2601.05242). A missing
+    term adds 0.
+    """
+    terms = [rollout.rewards or {"reward": rollout.reward} for rollout in group.rollouts]
+    sums = [0.0] * len(terms)
+    for name in dict.fromkeys(chain(*terms)):
+        indices = [index for index, values in enumerate(terms) if name in values]
+        scores = group_zscore([terms[at][name] for at in indices], [])
+        for index, score in zip(indices, scores, strict=True):
+            sums[index] += weights.get(name, 1.0) * score
+    return sums
 
 
 def turn_advantages(
@@ -174,39 +128,28 @@ def turn_advantages(
     return [*map(tuple, advantages)]
 
 
-def check_turn_rewards(advantage: AdvantageFunction, shaping: RewardShaping) -> None:
+def check_turn_rewards(advantage: AdvantageFunction, *, normalizes: bool) -> None:
     """Raise ConfigError for settings that have no meaning with rewards of turns.
 
-    Those are estimators that compare different turns or groups, and changes of the reward.
+    Those are estimators that compare different turns or groups, and normalized terms.
     """
-    is_normalized = shaping.multi_objective_aggregation == "normalize_then_sum"
     step_wide = step_wide_setting(advantage)
-    penalty = shaping.length_penalty
-    refused = [
-        (step_wide, bool(step_wide)),
-        ("advantage.multi_objective_aggregation normalize_then_sum", is_normalized),
-        (f"advantage.length_penalty {penalty}", penalty is not None),
-    ]
-    for setting, is_set in refused:
-        if is_set:
-            raise ConfigError(
-                f"{setting} cannot be combined with the rewards of turns that a task gives, which "
-                "are compared between equal turns of a group; change it, or let the task give none"
-            )
+    normalized = "advantage.multi_objective_aggregation normalize_then_sum" if normalizes else ""
+    if setting := step_wide or normalized:
+        raise ConfigError(
+            f"{setting} cannot be combined with the rewards of turns that a task gives, which "
+            "are compared between equal turns of a group; change it, or let the task give none"
+        )
 
 
 def step_wide_setting(advantage: AdvantageFunction) -> str:
     """The setting by which advantages depend on the other groups of the step; empty if none."""
     signature = Signature(advantage)
-    options = signature.defaults
-    if options.get("group_adv_norm") is False:
-        return "advantage.group_adv_norm false"
-    if options.get("scale_rewards") == "batch":
-        return "advantage.scale_rewards batch"
-    # These use step_rewards with scale_rewards "batch" only; a user's function may always use it.
-    is_by_group = getattr(advantage, "func", advantage) in (group_zscore, leave_one_out)
-    uses_step_rewards = "step_rewards" in signature.names and not is_by_group
-    return "an advantage function with step_rewards" if uses_step_rewards else ""
+    if getattr(advantage, "func", advantage) in (group_zscore, leave_one_out):
+        is_batch = signature.defaults["scale_rewards"] == "batch"
+        return "advantage.scale_rewards batch" if is_batch else ""
+    is_step_wide = bool({"step_rewards", "step_lengths"} & {*signature.names})
+    return "an advantage function with step_rewards" if is_step_wide else ""
 
 
 def token_advantages(rollout: Rollout, advantage: Advantage) -> NDArray[np.float64]:
@@ -236,17 +179,15 @@ def group_zscore(
     lengths: Sequence[int],
     *,
     scale_rewards: ScaleRewards = "group",
-    eps: float = 1e-8,
-    ddof: int = 0,
     step_rewards: Sequence[float] = (),
 ) -> list[float]:
-    """(R - mean) / (std + eps) (GRPO); std divides by n - ddof for n rollouts.
+    """(R - mean) / (std + EPS) (GRPO), with the sample standard deviation.
 
     std is that of the group, or with `scale_rewards` "batch" of the rewards of all groups of the
     step. With "none" the divisor is 1 (Dr. GRPO).
     """
     deviations = _deviations(rewards, fmean(rewards))
-    return _scaled(deviations, _scale(scale_rewards, rewards, step_rewards, eps, ddof))
+    return _scaled(deviations, _scale(scale_rewards, rewards, step_rewards))
 
 
 def leave_one_out(
@@ -254,17 +195,15 @@ def leave_one_out(
     lengths: Sequence[int],
     *,
     scale_rewards: ScaleRewards = "none",
-    eps: float = 1e-8,
-    ddof: int = 0,
     step_rewards: Sequence[float] = (),
 ) -> list[float]:
     """R - mean of the other K - 1 rewards (RLOO); 0 for a single rollout.
 
-    `scale_rewards` divides it as in `group_zscore` (PipelineRL: "group", eps 1e-4, ddof 1).
+    `scale_rewards` divides it as in `group_zscore` (PipelineRL: "group").
     """
     share_of_others = 1 - 1 / len(rewards)  # R - mean = share_of_others * (R - mean of the others)
     deviations = _scaled(_deviations(rewards, fmean(rewards)), share_of_others)
-    return _scaled(deviations, _scale(scale_rewards, rewards, step_rewards, eps, ddof))
+    return _scaled(deviations, _scale(scale_rewards, rewards, step_rewards))
 
 
 def max_rl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -282,17 +221,16 @@ def token_whitening(
     rewards: Sequence[float],
     lengths: Sequence[int],
     *,
-    eps: float = 1e-5,
-    group_adv_norm: bool = False,
+    step_rewards: Sequence[float] = (),
+    step_lengths: Sequence[int] = (),
 ) -> list[float]:
-    """(R - mean) / (std + eps), weighted by generated tokens (AReaL).
-
-    The weighted mean and the weighted std (of the population) are over all rollouts of the step, or
-    over each group with `group_adv_norm`.
-    """
-    deviations = _deviations(rewards, _token_mean(rewards, lengths))
-    variance = _token_mean([each**2 for each in deviations], lengths)
-    return _scaled(deviations, math.sqrt(variance) + eps)
+    """(R - mean) / (std + WHITENING_EPS) over all generated tokens of the step (AReaL)."""
+    if equal_within_rounding(step_rewards):
+        return [0.0] * len(rewards)
+    mean = _token_mean(step_rewards, step_lengths)
+    squares = [(reward - mean) ** 2 for reward in step_rewards]
+    std = math.sqrt(_token_mean(squares, step_lengths))
+    return [(reward - mean) / (std + WHITENING_EPS) for reward in rewards]
 
 
 def _deviations(rewards: Sequence[float], baseline: float) -> list[float]:
@@ -306,19 +244,14 @@ def _deviations(rewards: Sequence[float], baseline: float) -> list[float]:
 
 
 def _scale(
-    scale_rewards: ScaleRewards,
-    rewards: Sequence[float],
-    step_rewards: Sequence[float],
-    eps: float,
-    ddof: int,
+    scale_rewards: ScaleRewards, rewards: Sequence[float], step_rewards: Sequence[float]
 ) -> float:
-    """Standard deviation + eps of the rewards that `scale_rewards` selects; 1 for "none"."""
+    """Sample standard deviation + EPS of the rewards that are selected; 1 for "none"."""
     if scale_rewards == "none":
         return 1.0
     scaled = step_rewards if scale_rewards == "batch" else rewards
-    deviations = _deviations(scaled, fmean(scaled))
-    variance = math.fsum(each**2 for each in deviations) / max(1, len(scaled) - ddof)
-    return math.sqrt(variance) + eps
+    squares = [each**2 for each in _deviations(scaled, fmean(scaled))]
+    return math.sqrt(math.fsum(squares) / max(1, len(scaled) - 1)) + EPS
 
 
 def _scaled(deviations: Sequence[float], divisor: float) -> list[float]:

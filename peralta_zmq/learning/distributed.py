@@ -1,9 +1,8 @@
 """Ranks of a data-parallel trainer: gloo on CPUs, NCCL and FSDP2 on CUDA.
 
-A rank is one process of the trainer; each rank computes its share of the micro-batches of a step.
-FSDP2 divides each parameter into shards, one per rank. Rank 0 sends commands to the other ranks, as
-JSON and raw bytes, never as pickle. Some modules of torch.distributed are imported in the functions
-that use them, so that one rank can train with a torch build that lacks these modules.
+A rank is one process of the trainer. Rank 0 sends commands to the others, as JSON and raw bytes,
+never as pickle. Some modules of torch.distributed are imported in the functions that use them: one
+rank can train with a torch build that lacks them.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ COMMAND_TIMEOUT = timedelta(days=365)  # longer than any time between two comman
 
 
 class SingleRank:
-    """The only rank of a trainer of one process; its methods change nothing.
-
-    The methods are those that a trainer calls on DistributedRanks. `lockstep` is True if every rank
-    must make the same number of forward and backward passes.
-    """
+    """The only rank of a trainer: the methods of DistributedRanks without effect."""
 
     rank = 0
     world_size = 1
@@ -70,8 +65,8 @@ class DistributedRanks:
     """The ranks of torch's default process group, which must be initialized.
 
     Every rank must make the same calls in the same order. A method raises RankError when another
-    rank is gone. With `shards` each rank holds a shard of every parameter, else a full copy.
-    `lockstep` is True with shards, because each forward and backward pass gathers all shards.
+    rank is gone. With `shards` each rank holds a shard of every parameter, else a full copy; ranks
+    with shards are in `lockstep`, with equal numbers of forward and backward passes.
     """
 
     def __init__(self, device: torch.device, *, shards: bool) -> None:

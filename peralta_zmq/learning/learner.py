@@ -7,14 +7,12 @@
 
 A training step filters the rollouts and computes advantages (advantages.py), packs them into
 micro-batches (packing.py), computes the logprobs of reference models, and updates the parameters
-(update.py). It has train.num_minibatches updates, each on a share of its groups, and repeats them
-train.num_iterations times.
+(update.py).
 
 `compute` leaves few micro-batches for the time after the last group has arrived. They depend only
 on the groups and their order, not on the time at which they arrive: a restarted trainer that
-repeats the step computes the same bits.
-
-An update whose gradient is not finite is skipped; a step with a skipped update counts as skipped.
+repeats the step computes the same bits. A step with an update whose gradient is not finite counts
+as skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from peralta_zmq.learning.advantages import (
     Advantage,
     AdvantageFunction,
     Filter,
-    RewardShaping,
+    TermWeights,
     advantages_of,
     apply_filters,
     mean_advantages,
@@ -82,7 +80,7 @@ class LearnerSettings:
 
     loss: TokenLoss
     advantage: AdvantageFunction
-    shaping: RewardShaping = field(default_factory=RewardShaping)
+    term_weights: TermWeights | None = None  # see `advantages_of`
     filters: Sequence[Filter] = ()
     optim: adamw.Optim = "adamw"
     packing: Packing
@@ -131,11 +129,8 @@ class Learner:
     """Trains parameters on groups of rollouts. `step` counts the steps taken.
 
     `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
-    with an entropy bonus. `reference` and `teacher` compute other models' logprobs of the same
-    tokens, and `selection` leaves out some of the tokens. `demonstrations` are trained in each
-    update of a step. `update` returns the numbers of the updates of a step, counted from 1. The
-    optimizer updates the `masters` of the parameters, if there are any. Every rank of `ranks` must
-    make the same calls with the same groups; it computes its share of them.
+    with an entropy bonus. `update` returns the numbers of the updates of a step, counted from 1.
+    Every rank of `ranks` must make the same calls with the same groups.
     """
 
     def __init__(
@@ -240,9 +235,8 @@ class Learner:
         """Take step `self.step + 1` on the added groups.
 
         When a restarted trainer repeats a step from its journal, `repeated` has the numbers that
-        the step was trained with; otherwise it is None, and the settings define them. Raises
-        TrainingError at the third consecutive skipped step, but never in a repeated step, because
-        then every restart would fail.
+        the step was trained with. Raises TrainingError at the third consecutive skipped step, but
+        never in a repeated step, because then every restart would fail.
         """
         while self.compute():
             pass
@@ -312,7 +306,7 @@ class Learner:
         advantages = advantages_of(
             groups,
             settings.advantage,
-            shaping=settings.shaping,
+            term_weights=settings.term_weights,
             keep_zero_std=settings.keep_zero_std,
         )
         samples, metrics = pack_groups(
@@ -333,9 +327,8 @@ class Learner:
     ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """Micro-batches of each mini-batch of a step, and metrics of the selection of tokens.
 
-        A step has no more mini-batches than groups; without samples it has one without batches.
-        The logprobs of reference models, and of the policy if its weights change before it uses
-        them, are computed here, before the first update.
+        At least one, and no more than groups. Their reference logprobs, and those of the policy if
+        its weights change before it uses them, are computed here, before the first update.
         """
         settings = self._settings
         num_groups = samples[-1].group + 1 if samples else 1

@@ -1,26 +1,18 @@
 """Loss functions for policy optimization, on the tokens of one micro-batch.
 
-A rollout is a prompt with one completion. The policy is the model in training. A training step has
-one parameter update, or several (train.num_minibatches, train.num_iterations). An update adds the
-gradients of its micro-batches, each of which fits into memory.
-
-Each loss of this package is `policy_loss` with other parts; composition.py has the parts and the
-named losses, objectives.py the losses of a token. A loss outside this package is a function
+Each loss of this package is `policy_loss` with the settings of [loss], of which config/named_losses
+names combinations. A custom loss is a function
 
     def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
 
-named by its import path. It gets its keywords from loss.kwargs.
-
-The trainer takes the gradient through `logprobs` and `entropy` only. It may call the loss again
-with a part of the rollouts, if the loss of all is not finite, so a loss must keep no state.
-
-The loss and its metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the totals of
-the whole update. The trainer adds the results of all micro-batches and ranks, so their
+with the options loss.kwargs. The trainer takes the gradient through `logprobs` and `entropy` only,
+and may call the loss again with a part of the rollouts if that of all is not finite, so a loss must
+keep no state. Loss and metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the
+totals of the whole update: the trainer adds the results of all micro-batches and ranks, so their
 number and order do not change the gradient.
 
 Notation, per token: pi = logprobs, mu = old_logprobs, prox = prox_logprobs, ref = ref_logprobs,
 teacher = teacher_logprobs, A = advantages, lr = pi - mu, r = exp(lr). sg[x] is x without gradient.
-mean is the mean over all unmasked tokens of the update.
 """
 
 from __future__ import annotations
@@ -34,15 +26,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from peralta_zmq.config.named_losses import LOSSES, NamedLoss
+from peralta_zmq.config.objective_sections import LossSection
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.learning import objectives
-from peralta_zmq.learning.composition import Composition, compose
 
 # Bounds of |lr|, so that the ratio of a very improbable token stays finite.
 MAX_LOG_RATIO = 20.0  # default
 STRICT_LOG_RATIO = 10.0  # in GRPO's ratio of a token, and in PipelineRL's k3
-MAX_KL = 10.0  # of the estimate for one token, in async-grpo
-VESPO_MIN, VESPO_MAX = math.log(1e-8), 20.0  # bounds of log ratios in TRL's vespo
+# Masks and limit of the ratio in the losses of Surogate and prime-rl with objective importance.
+MEAN_RATIOS = (0.1, 10.0)  # geometric mean over a rollout
+MAX_TOKEN_RATIO = 100.0
+MAX_SEQUENCE_RATIO = 10.0
+SAPO_TEMPERATURES = (1.0, 1.05)  # of the soft clip, for A > 0 and others
+VESPO_EXPONENTS = (2.0, 3.0)  # k, for A >= 0 and others
+VESPO_DECAYS = (3.0, 2.0)  # l
+VESPO_LOG_RATIOS = (math.log(1e-8), 20.0)  # bounds in TRL
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,61 +101,67 @@ def evaluate(loss: TokenLoss, tokens: Tokens) -> LossResult:
 
 
 def preset(name: str, **options: Any) -> TokenLoss:
-    """The named loss of `composition.PRESETS` with some options changed.
-
-    Raises ConfigError as `compose` does.
-    """
-    return composed(name, compose(name, options))
+    """The named loss with some settings of [loss] changed. Raises ConfigError."""
+    return make_loss(LossSection(name=name, **options))
 
 
-def composed(name: str, parts: Composition) -> TokenLoss:
-    """`policy_loss` with its parts bound; `name` is for error messages."""
+def make_loss(section: LossSection, *, max_completion_length: int = 1) -> TokenLoss:
+    """`policy_loss` with the settings of a named loss; the length is for aggregation constant."""
 
     def loss(tokens: Tokens) -> tuple[Tensor, Metrics]:
-        return policy_loss(tokens, parts)
+        return policy_loss(tokens, section, max_completion_length=max_completion_length)
 
-    loss.__name__ = name
+    loss.__name__ = section.name
     return loss
 
 
-def policy_loss(tokens: Tokens, parts: Composition) -> tuple[Tensor, Metrics]:
-    """The loss that the parts describe: the aggregate over tokens of
+def policy_loss(
+    tokens: Tokens, section: LossSection, *, max_completion_length: int = 1
+) -> tuple[Tensor, Metrics]:
+    """The loss of [loss]: the aggregate over tokens of
 
         keep w objective(r, A) + kl_tau lr^2 + beta kl
 
-    A, r, w and keep are those of the functions below; composition.OBJECTIVES has the objectives.
     Raises ConfigError if the logprobs of a reference model or teacher are needed, but missing.
     """
+    loss = LOSSES[section.name]
     old = tokens.old_logprobs
     weight = None
     metrics = dict[str, Tensor]()
-    if parts.importance_sampling_mode and tokens.prox_logprobs is not None:
+    if section.importance_sampling_mode and tokens.prox_logprobs is not None:
         old = tokens.prox_logprobs
-        weight, metrics = _off_policy_weight(tokens, tokens.prox_logprobs, parts)
+        weight, metrics = _off_policy_weight(tokens, tokens.prox_logprobs, section)
     log_ratio = tokens.logprobs - old
-    ratio = _ratio(tokens, log_ratio, parts)
-    advantages = _advantages(tokens, parts)
-    if parts.objective == "vespo":
-        scale = _vespo_scale(tokens, log_ratio, weight, parts)
+    ratio = _ratio(tokens, log_ratio, loss.objective, section)
+    advantages = _advantages(tokens, loss, section)
+    if loss.objective == "vespo":
+        scale = _vespo_scale(tokens, log_ratio, weight)
         per_token = -scale * advantages * tokens.logprobs
     else:
-        objective = objectives.FUNCTIONS[parts.objective]
-        per_token, clipped = objective(ratio, advantages, tokens.logprobs, parts)
+        objective = OBJECTIVES[loss.objective]
+        per_token, clipped = objective(ratio, advantages, tokens.logprobs, section)
         per_token = per_token if weight is None else per_token * weight
-        is_by_token = parts.importance_sampling_level == "token"
+        is_by_token = section.importance_sampling_level == "token"
         mean = token_mean if is_by_token else _rollout_mean
         metrics |= {name: mean(tokens, flags) for name, flags in clipped.items()}
-    if parts.has_masks or tokens.selected is not None:
-        masked, mask_metrics = _masked(tokens, advantages, parts)
+    if (masks := _masks(tokens, advantages, loss, section)) is not None:
+        masked, mask_metrics = masks
         per_token = per_token * ~masked
-        metrics = metrics | mask_metrics
-    if parts.kl_tau and parts.objective != "importance":
-        per_token = per_token + parts.kl_tau * (tokens.logprobs - tokens.old_logprobs) ** 2
-    if parts.beta:
-        kl = _kl(tokens, ratio, parts)
-        per_token = per_token + parts.beta * kl
+        metrics |= mask_metrics
+    if section.kl_tau and loss.objective != "importance":
+        per_token = per_token + section.kl_tau * (tokens.logprobs - tokens.old_logprobs) ** 2
+    if section.beta:
+        reference = _required(tokens.ref_logprobs, "beta", model="reference")
+        kl = kl_estimate(reference - tokens.logprobs)
+        kl = kl * ratio if section.use_bias_correction_kl else kl
+        per_token = per_token + section.beta * kl
         metrics["kl"] = token_mean(tokens, kl.detach())
-    return AGGREGATIONS[parts.aggregation](tokens, per_token, parts), metrics
+    if section.aggregation == "token":
+        return token_mean(tokens, per_token), metrics
+    if section.aggregation == "rollout":
+        return _rollout_mean(tokens, per_token), metrics
+    total = (per_token * tokens.mask).sum() / tokens.step_sequences
+    return total / (max_completion_length if section.aggregation == "constant" else 1), metrics
 
 
 def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
@@ -173,64 +177,165 @@ def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
     return with_bonus
 
 
+# Objectives: the loss [N] of a token from r [N], A [N] and pi [N]. The flags, bool [N] by the name
+# of their metric, are true for the tokens that the objective clips.
+
+Objective: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, LossSection], tuple[Tensor, dict[str, Tensor]]
+]
+
+
+def _reinforce(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if section.epsilon_high is None:
+        return -advantages * logprobs, {}
+    return _weighted(ratio, advantages * logprobs, 1 + section.epsilon_high)
+
+
+def _cispo(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return _weighted(ratio, advantages * logprobs, section.epsilon_high or math.inf)
+
+
+def _importance(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    is_of_rollout = section.importance_sampling_level == "sequence_product"
+    limit = MAX_SEQUENCE_RATIO if is_of_rollout else math.inf
+    return _weighted(ratio, advantages * logprobs, limit)[0], {}
+
+
+def _weighted(ratio: Tensor, objective: Tensor, limit: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg[min(ratio, limit)] objective."""
+    weight = ratio.detach()
+    return -weight.clamp(max=limit) * objective, {"clip_ratio/high_mean": weight > limit}
+
+
+def _on_policy(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The value is -A, the gradient that of reinforce."""
+    return -advantages * (logprobs - logprobs.detach()).exp(), {}
+
+
+def _unclipped(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return -advantages * ratio, {}
+
+
+def _ppo(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clip, two-sided with delta: arXiv 2505.07291, and where A < 0 1912.09729 (dual clip).
+
+    The metrics have TRL's names; a flag is true where the clip removes the gradient.
+    """
+    low = 1 - section.epsilon
+    high = 1 + (section.epsilon if section.epsilon_high is None else section.epsilon_high)
+    clipped = ratio.clamp(low, high)
+    if section.delta is not None:
+        ratio = ratio.clamp(max=section.delta)
+    loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+    return loss, {
+        "clip_ratio/low_mean": (ratio.detach() < low) & (advantages < 0),
+        "clip_ratio/high_mean": (ratio.detach() > high) & (advantages > 0),
+    }
+
+
+def _sapo(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A soft clip, whose gradient at r = 1 is that of -A r."""
+    t = torch.where(advantages > 0, *SAPO_TEMPERATURES).to(ratio.dtype)
+    return -advantages * torch.sigmoid(t * (ratio - 1)) * 4 / t, {}
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "reinforce": _reinforce,
+    "importance": _importance,
+    "on_policy": _on_policy,
+    "ratio": _unclipped,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "sapo": _sapo,
+}
+
+
+@torch.no_grad()
+def _vespo_scale(tokens: Tokens, log_ratio: Tensor, weight: Tensor | None) -> Tensor:
+    """W^k exp(l (1 - W)), [N]; W = product of r and w over the token's rollout, within bounds."""
+    total = sequence_sum(tokens, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if weight is not None:
+        total = total + sequence_sum(tokens, weight.log().clamp(*VESPO_LOG_RATIOS))
+    log_product = total.clamp(*VESPO_LOG_RATIOS)[tokens.sequence]
+    is_positive = tokens.advantages >= 0
+    k = torch.where(is_positive, *VESPO_EXPONENTS)
+    decay = torch.where(is_positive, *VESPO_DECAYS)
+    return (k * log_product + decay * (1 - log_product.exp())).exp()
+
+
 # Parts: the advantage, the ratio, the off-policy correction and the masks
 
 
-def _advantages(tokens: Tokens, parts: Composition) -> Tensor:
-    """A = adv_tau advantage + teacher_tau (teacher - pi) [N]; for importance also - kl_tau lr."""
-    advantages = parts.adv_tau * tokens.advantages
+def _advantages(tokens: Tokens, loss: NamedLoss, section: LossSection) -> Tensor:
+    """A = advantage + teacher_tau (teacher - pi) [N]; for importance also - kl_tau lr."""
+    advantages = tokens.advantages if loss.uses_rewards else 0.0 * tokens.advantages
     policy = tokens.logprobs.detach()
-    if parts.teacher_tau:
+    if section.teacher_tau:
         teacher = _required(tokens.teacher_logprobs, "teacher_tau", model="teacher")
-        advantages = advantages + parts.teacher_tau * (teacher - policy)
-    if parts.kl_tau and parts.objective == "importance":
-        advantages = advantages - parts.kl_tau * (policy - tokens.old_logprobs)
+        advantages = advantages + section.teacher_tau * (teacher - policy)
+    if section.kl_tau and loss.objective == "importance":
+        advantages = advantages - section.kl_tau * (policy - tokens.old_logprobs)
     return advantages
 
 
-def _ratio(tokens: Tokens, log_ratio: Tensor, parts: Composition) -> Tensor:
+def _ratio(tokens: Tokens, log_ratio: Tensor, objective: str, section: LossSection) -> Tensor:
     """r of each token, [N]: of the token, or the mean (geometric) or product over its rollout."""
-    if parts.importance_sampling_level == "token":
-        limit = STRICT_LOG_RATIO if parts.objective == "ppo" else MAX_LOG_RATIO
+    if section.importance_sampling_level == "token":
+        limit = STRICT_LOG_RATIO if objective == "ppo" else MAX_LOG_RATIO
         return ratio_of(log_ratio, limit=limit)
-    by_mean = parts.importance_sampling_level == "sequence"
+    by_mean = section.importance_sampling_level == "sequence_mean"
     reduced = (sequence_mean if by_mean else sequence_sum)(tokens, log_ratio)
     return ratio_of(reduced)[tokens.sequence]
 
 
 def _off_policy_weight(
-    tokens: Tokens, prox: Tensor, parts: Composition
+    tokens: Tokens, prox: Tensor, section: LossSection
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """w = exp(prox - mu) of the token or its whole rollout, [N], truncated or masked at bounds.
+    """w = exp(prox - mu) of the token or its whole rollout, [N], truncated or masked.
 
     TRL's vLLM importance sampling correction; token_mask is that of AReaL (decoupled PPO).
     """
-    level, _, kind = (parts.importance_sampling_mode or "").partition("_")
+    level, _, kind = (section.importance_sampling_mode or "").partition("_")
     log_weight = (prox - tokens.old_logprobs).detach()
     if level == "sequence":
         log_weight = sequence_sum(tokens, log_weight)[tokens.sequence]
     weight = ratio_of(log_weight)
-    low = parts.importance_sampling_clip_min
-    high = parts.importance_sampling_clip_max
-    if low is None and high is None:
+    high = section.importance_sampling_clip_max
+    if high is None:
         return weight, {}
     if kind == "truncate":
-        return weight.clamp(low, high), {}
-    outside = _outside(weight, low, high)
+        return weight.clamp(max=high), {}
+    outside = weight > high
     metrics = {"masked/importance_sampling": token_mean(tokens, outside)}
     return weight * ~outside, metrics
 
 
-def _masked(
-    tokens: Tokens, advantages: Tensor, parts: Composition
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """True for the tokens that a mask leaves out, bool [N], and metrics."""
+def _masks(
+    tokens: Tokens, advantages: Tensor, loss: NamedLoss, section: LossSection
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """True for the tokens that a mask leaves out, bool [N], and metrics; None without masks."""
     log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
-    by_token = _token_masks(tokens, log_ratio, advantages, parts)
-    by_rollout = _rollout_masks(tokens, log_ratio, parts)
+    by_token = _token_masks(tokens, log_ratio, advantages, loss, section)
+    by_rollout = _rollout_masks(tokens, log_ratio, loss, section)
     masks = [*by_token.values(), *(flags[tokens.sequence] for flags in by_rollout.values())]
     if tokens.selected is not None:
         masks.append(~tokens.selected)
+    if not masks:
+        return None
     masked = torch.stack(masks).any(0)
     return masked, {
         "masked/mean": token_mean(tokens, masked),
@@ -240,90 +345,48 @@ def _masked(
 
 
 def _token_masks(
-    tokens: Tokens, log_ratio: Tensor, advantages: Tensor, parts: Composition
+    tokens: Tokens,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    loss: NamedLoss,
+    section: LossSection,
 ) -> dict[str, Tensor]:
-    """Tokens to leave out by metric, bool [N], by the change of their probability.
-
-    token_mask has bounds for the ratio; the other options limit the difference: dppo_mask for the
-    sign of A, ipo_threshold in both directions, one_sided_threshold downwards.
-    """
-    ratio = ratio_of(log_ratio)
-    is_positive = advantages > 0
-    change = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
-    limits = [  # limit of the fall, limit of the rise, tokens that they apply to
-        (parts.dppo_mask_low, None, ~is_positive),
-        (None, parts.dppo_mask_high, is_positive),
-        (parts.ipo_threshold, parts.ipo_threshold, True),
-        (parts.one_sided_threshold, None, True),
-    ]
-    low = [(change < -fall) & chosen for fall, _, chosen in limits if fall is not None]
-    high = [(change > rise) & chosen for _, rise, chosen in limits if rise is not None]
-    if parts.token_mask_low is not None:
-        low.append(ratio < parts.token_mask_low)
-    if parts.token_mask_high is not None:
-        high.append(ratio > parts.token_mask_high)
+    """Tokens to leave out by metric, bool [N], by the change of their probability."""
+    low = list[Tensor]()
+    high = list[Tensor]()
+    if loss.mask is not None:
+        kind, bound = loss.mask
+        change = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
+        is_positive = advantages > 0
+        low.append((change < -bound) & ~(is_positive & (kind == "dppo")))
+        if kind != "fall":
+            high.append((change > bound) & (is_positive | (kind == "ipo")))
+    if section.token_mask is not None:
+        ratio = ratio_of(log_ratio)
+        low.append(ratio < section.token_mask[0])
+        high.append(ratio > section.token_mask[1])
     sides = {"masked/token_low": low, "masked/token_high": high}
     return {name: torch.stack(flags).any(0) for name, flags in sides.items() if flags}
 
 
-def _rollout_masks(tokens: Tokens, log_ratio: Tensor, parts: Composition) -> dict[str, Tensor]:
+def _rollout_masks(
+    tokens: Tokens, log_ratio: Tensor, loss: NamedLoss, section: LossSection
+) -> dict[str, Tensor]:
     """Rollouts to leave out by metric, bool [num_sequences].
 
-    geo_mask has bounds for the geometric mean of the ratios, sequence_mask for each of them;
-    off_policy_mask_threshold is one for the mean of mu - pi if A < 0 (DeepSeek-V3.2, TRL), and
-    kl_mask_high one for the mean k3 estimate of KL(mu || pi) (AReaL, verl).
+    off_policy_mask_threshold is one for the mean of mu - pi if A < 0 (DeepSeek-V3.2, TRL).
     """
     masks = dict[str, Tensor]()
     mean = sequence_mean(tokens, log_ratio)
-    if parts.geo_mask_low is not None or parts.geo_mask_high is not None:
-        masks["masked/geo"] = _outside(ratio_of(mean), parts.geo_mask_low, parts.geo_mask_high)
-    if parts.sequence_mask_low is not None or parts.sequence_mask_high is not None:
-        ratio = ratio_of(log_ratio)
-        extreme = _outside(ratio, parts.sequence_mask_low, parts.sequence_mask_high)
-        masks["masked/sequence"] = sequence_sum(tokens, extreme) > 0
-    if parts.off_policy_mask_threshold is not None:
+    if loss.objective == "importance":
+        mean_ratio = ratio_of(mean)
+        masks["masked/geo"] = (mean_ratio < MEAN_RATIOS[0]) | (mean_ratio > MEAN_RATIOS[1])
+        is_outlier = ratio_of(log_ratio) > MAX_TOKEN_RATIO
+        masks["masked/sequence"] = sequence_sum(tokens, is_outlier) > 0
+    if section.off_policy_mask_threshold is not None:
         is_negative = sequence_mean(tokens, tokens.advantages) < 0
-        masks["masked/off_policy"] = is_negative & (-mean > parts.off_policy_mask_threshold)
-    if parts.kl_mask_high is not None:
-        kl = sequence_mean(tokens, kl_estimate(log_ratio))
-        masks["masked/kl"] = kl > parts.kl_mask_high
+        masks["masked/off_policy"] = is_negative & (-mean > section.off_policy_mask_threshold)
     return masks
-
-
-def _outside(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """True for values below `low` or above `high`; None = no bound."""
-    low = -math.inf if low is None else low
-    high = math.inf if high is None else high
-    return (values < low) | (values > high)
-
-
-# Parts: the objective of VESPO
-
-
-@torch.no_grad()
-def _vespo_scale(
-    tokens: Tokens, log_ratio: Tensor, weight: Tensor | None, parts: Composition
-) -> Tensor:
-    """W^k exp(l (1 - W)), [N]; W = product of r and w over the token's rollout, within bounds."""
-    total = sequence_sum(tokens, log_ratio.clamp(-VESPO_MAX, VESPO_MAX))
-    if weight is not None:
-        total = total + sequence_sum(tokens, weight.log().clamp(VESPO_MIN, VESPO_MAX))
-    log_product = total.clamp(VESPO_MIN, VESPO_MAX)[tokens.sequence]
-    is_positive = tokens.advantages >= 0
-    k = torch.where(is_positive, parts.vespo_k_pos, parts.vespo_k_neg)
-    decay = torch.where(is_positive, parts.vespo_lambda_pos, parts.vespo_lambda_neg)
-    return (k * log_product + decay * (1 - log_product.exp())).exp()
-
-
-# Parts: the KL term and the aggregation
-
-
-def _kl(tokens: Tokens, ratio: Tensor, parts: Composition) -> Tensor:
-    """Estimate of KL(policy || kl_model) per token, [N]; times r if its bias is corrected."""
-    logprobs = tokens.ref_logprobs if parts.kl_model == "reference" else tokens.teacher_logprobs
-    log_ratio = _required(logprobs, "beta", model=parts.kl_model) - tokens.logprobs
-    kl = kl_estimate(log_ratio, estimator=parts.kl_estimator, clamp=parts.kl_clamp)
-    return kl * ratio if parts.use_bias_correction_kl else kl
 
 
 def _required(logprobs: Tensor | None, option: str, *, model: str) -> Tensor:
@@ -339,21 +402,6 @@ def _required(logprobs: Tensor | None, option: str, *, model: str) -> Tensor:
 def _rollout_mean(tokens: Tokens, values: Tensor) -> Tensor:
     """This micro-batch's term of the mean over rollouts of the mean over their tokens."""
     return sequence_mean(tokens, values).sum() / tokens.step_sequences
-
-
-def _rollout_sum(tokens: Tokens, values: Tensor) -> Tensor:
-    """This micro-batch's term of the mean over rollouts of the sum over their tokens."""
-    return (values * tokens.mask).sum() / tokens.step_sequences
-
-
-AGGREGATIONS: dict[str, Callable[[Tokens, Tensor, Composition], Tensor]] = {
-    "token": lambda tokens, values, _: token_mean(tokens, values),
-    "rollout": lambda tokens, values, _: _rollout_mean(tokens, values),
-    "sum": lambda tokens, values, _: _rollout_sum(tokens, values),
-    "constant": lambda tokens, values, parts: (
-        _rollout_sum(tokens, values) / parts.max_completion_length
-    ),
-}
 
 
 # Shared terms
@@ -374,17 +422,13 @@ def ratio_of(log_ratio: Tensor, *, limit: float = MAX_LOG_RATIO) -> Tensor:
     return log_ratio.clamp(-limit, limit).exp()
 
 
-def kl_estimate(log_ratio: Tensor, *, estimator: str = "k3", clamp: str = "log_ratio") -> Tensor:
-    """Estimate of a KL divergence per token, for x = log_ratio: -x, x^2 / 2 or e^x - x - 1.
+def kl_estimate(log_ratio: Tensor) -> Tensor:
+    """k3 estimate of a KL divergence per token, e^x - x - 1 for x = log_ratio within +-10.
 
-    `clamp` limits x, or the estimate, to +-10; no gradient beyond the limit. J. Schulman,
-    "Approximating KL divergence", 2020.
+    No gradient beyond the limit. J. Schulman, "Approximating KL divergence", 2020.
     """
-    # k3 is above its limit for x beyond +-20, which keep its gradient finite.
-    limit = STRICT_LOG_RATIO if clamp == "log_ratio" else MAX_LOG_RATIO
-    x = log_ratio.clamp(-limit, limit)
-    kl = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - x - 1}[estimator]
-    return kl if clamp == "log_ratio" else kl.clamp(-MAX_KL, MAX_KL)
+    x = log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
+    return x.exp() - x - 1
 
 
 def token_mean(tokens: Tokens, values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 The setting `optim` chooses how AdamW's two moments are stored: in fp32 (`adamw`), in bfloat16
 (`adamw_bf16`), or in blocks of 8-bit codes (`adamw_8bit`, from bitsandbytes, arXiv 2110.02861).
-Each update is computed in fp32, for PART elements at a time if the moments are not stored in fp32.
+Each update is computed in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Optim: TypeAlias = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 OPTIMS: tuple[str, ...] = get_args(Optim)
 EPSILON = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PART = 1 << 22  # elements; a multiple of BLOCK
+PART = 1 << 22  # elements updated at a time, a multiple of BLOCK
 BLOCK = 256  # elements of a block of 8-bit codes, which has one scale
 QUANTILE_MAPS = ("qmap1", "qmap2")  # constant code tables of bitsandbytes; not saved
 
@@ -66,19 +66,21 @@ def make_optimizer(
     betas: tuple[float, float],
     weight_decay: float,
     optim: Optim = "adamw",
+    part: int = PART,
 ) -> torch.optim.Optimizer:
     """Create AdamW with learning rate 0; call `set_options` before each step.
 
+    Moments in fewer than 32 bits are updated `part` elements at a time, a multiple of BLOCK.
     Raises ConfigError if bitsandbytes is needed and cannot be imported.
     """
     options: dict[str, Any] = dict(lr=0.0, betas=betas, eps=EPSILON, weight_decay=weight_decay)
     if optim == "adamw_bf16":
-        return AdamWBf16(parameters.values(), options)
+        return AdamWBf16(parameters.values(), {**options, "part": part})
     if optim == "adamw_8bit":
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns without CUDA
         library = import_extra("bitsandbytes", extra="optim", needed_by="train.optim adamw_8bit")
         optimizer = library.optim.AdamW8bit(parameters.values(), **options)
-        optimizer.update_step = partial(_update_in_parts, optimizer, optimizer.update_step)
+        optimizer.update_step = partial(_update_in_parts, part, optimizer, optimizer.update_step)
         return optimizer
     return torch.optim.AdamW(parameters.values(), fused=True, **options)
 
@@ -92,7 +94,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters in turn: only PART moments at a time are in fp32."""
+        """Update all parameters in turn: only some moments at a time are in fp32."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -111,7 +113,7 @@ class AdamWBf16(torch.optim.Optimizer):
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         options |= {"fused": True, "amsgrad": False, "maximize": False}
         for weights, gradients, *moments in _parts(
-            parameter, gradient, *(state[kind] for kind in MOMENTS)
+            group["part"], parameter, gradient, *(state[kind] for kind in MOMENTS)
         ):
             mean, square = (each.float() for each in moments)
             step = [state["step"].clone()]
@@ -122,6 +124,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
 
 def _update_in_parts(
+    size: int,
     optimizer: Any,
     update_step: Callable[..., None],
     group: dict[str, Any],
@@ -136,10 +139,10 @@ def _update_in_parts(
     kinds = ("state1", "state2", "absmax1", "absmax2")
     tensors = (parameter, cast(Tensor, parameter.grad), *(state[kind] for kind in kinds[:2]))
     has_codes = state["state1"].dtype == torch.uint8
-    if parameter.device.type != "cpu" or not has_codes or not _is_divisible(*tensors):
+    if parameter.device.type != "cpu" or not has_codes or not _is_divisible(size, *tensors):
         return update_step(group, parameter, *index)
-    scales = zip(*(state[kind].split(PART // BLOCK) for kind in kinds[2:]), strict=True)
-    parts = zip(_parts(*tensors), scales, strict=True)
+    scales = zip(*(state[kind].split(size // BLOCK) for kind in kinds[2:]), strict=True)
+    parts = zip(_parts(size, *tensors), scales, strict=True)
     for (weights, gradients, *moments), part_scales in parts:
         part = torch.nn.Parameter(weights)
         part.grad = gradients
@@ -150,17 +153,17 @@ def _update_in_parts(
     state["step"] += 1
 
 
-def _is_divisible(*tensors: Tensor) -> bool:
+def _is_divisible(size: int, *tensors: Tensor) -> bool:
     """Whether tensors of one shape have more than one part; sharded tensors stay whole."""
     is_flat = not any(is_sharded(each) or not each.is_contiguous() for each in tensors)
-    return is_flat and tensors[0].numel() > PART
+    return is_flat and tensors[0].numel() > size
 
 
-def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of at most PART elements of tensors of one shape, or the tensors themselves."""
-    if not _is_divisible(*tensors):
+def _parts(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of at most `size` elements of tensors of one shape, or the tensors themselves."""
+    if not _is_divisible(size, *tensors):
         return iter([tensors])
-    return zip(*(each.detach().view(-1).split(PART) for each in tensors), strict=True)
+    return zip(*(each.detach().view(-1).split(size) for each in tensors), strict=True)
 
 
 def set_options(optimizer: torch.optim.Optimizer, **options: Any) -> None:
@@ -184,8 +187,7 @@ def state_of(
 ) -> dict[str, dict[str, Tensor]]:
     """Optimizer state as {parameter name: {kind: tensor}}.
 
-    It is empty before the first step. The kinds are the step count, the two moments, and the scales
-    of 8-bit moments.
+    Empty before the first step. Kinds: step count, two moments, scales of 8-bit moments.
     """
     state = optimizer.state
     return {

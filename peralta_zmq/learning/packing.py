@@ -1,19 +1,16 @@
 """Packing of rollout groups into micro-batches; shared prefixes are stored once.
 
-The rollouts of a group have the same prompt. `pack_groups` merges as many of them as fit into one
-`PackedSample`: a prefix tree with the advantages and rewards of its rollouts. `make_micro_batches`
-lays the trees of several samples one after the other in a row of tokens: a `MicroBatch`, which a
-model computes in one forward pass. In a trainer of several ranks (processes), each rank computes a
-part of the micro-batches.
+`pack_groups` merges as many rollouts of a group as fit into one `PackedSample`, a prefix tree.
+`make_micro_batches` lays the trees of several samples one after the other in a row of tokens: a
+`MicroBatch`, which a model computes in one forward pass.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -23,22 +20,17 @@ from peralta_zmq.learning.advantages import Advantage, token_advantages
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.rollout import Int32Array, Int64Array, PrefixTree, Rollout, RolloutGroup, TreeSpan
 
-# One value, or a function of the training step of the weights that sample the token.
-Temperature: TypeAlias = float | Callable[[int], float]
-Oversize: TypeAlias = Literal["truncate", "drop"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """Settings of the packing."""
 
-    max_tokens: int  # of a micro-batch
-    oversize: Oversize = "truncate"  # what happens to a rollout longer than a micro-batch
+    max_tokens: int  # tokens of a micro-batch; of a longer rollout, the beginning is packed
     share_prompts: bool = True
     """False for a model that cannot compute a shared prefix once: each rollout is then a sample of
     its own, and the model pads the samples of a micro-batch to the longest."""
-    temperature: Temperature = 1.0  # sampling temperature of the generators
-    temperatures: Mapping[str, Temperature] = field(default_factory=dict[str, Temperature])
+    temperature: float = 1.0  # sampling temperature of the generators
+    temperatures: Mapping[str, float] = field(default_factory=dict[str, float])
     """By label of the environment (RolloutGroup.task), instead of `temperature`."""
 
 
@@ -120,16 +112,14 @@ def pack_groups(
     """Pack the rollouts of each group into samples of at most max_tokens tokens.
 
     `advantages` has one value per rollout for each group; a group with an empty list is left out.
-    `included` has one flag per rollout for each group: False leaves the rollout out; None includes
-    all. `PackedSample.group` counts from `first_group`. Also returns metrics: of the rollouts
-    longer than max_tokens, the number whose end was cut off (num_truncated) and the number left out
-    (num_dropped); the number of tokens in the loss (num_loss_tokens); and of generated tokens in
-    groups with an advantage of 0 in all rollouts (num_no_signal_tokens).
+    `included` has one flag per rollout; None includes all. `PackedSample.group` counts from
+    `first_group`. Also returns metrics: rollouts longer than max_tokens whose end was cut off
+    (num_truncated) or whose prompt was too long (num_dropped); tokens in the loss
+    (num_loss_tokens), and generated in groups without any advantage (num_no_signal_tokens).
     """
     samples = list[PackedSample]()
     num_truncated = 0
     num_dropped = 0
-    max_kept = packing.max_tokens if packing.oversize == "truncate" else 0
     max_shared = packing.max_tokens if packing.share_prompts else 0
     for index, (group, values) in enumerate(zip(groups, advantages, strict=True)):
         packable = deque[tuple[Rollout, Advantage]]()
@@ -138,7 +128,7 @@ def pack_groups(
             if not include:
                 continue
             too_long = len(rollout.token_ids) > packing.max_tokens
-            fitting = _truncated(rollout, max_kept) if too_long else rollout
+            fitting = _truncated(rollout, packing.max_tokens) if too_long else rollout
             has_target = bool(fitting.loss_mask[1:].any())  # False if only the prompt is left
             num_truncated += too_long and has_target
             num_dropped += too_long and not has_target
@@ -215,10 +205,9 @@ def assign_to_bins(
 ) -> list[list[list[int]]]:
     """Distribute items to rounds; a round has one bin of `capacity` per rank.
 
-    `sizes` are those of the items. Returns lists of item indices as result[round][rank]. Greedy by
-    decreasing size: an item goes to the least loaded rank of the first round in which this rank has
-    room (with one rank: first-fit-decreasing). With `padded` an item takes as much room as the
-    first, largest item of its bin. Only bins of ranks other than 0 may be empty.
+    Returns lists of item indices as result[round][rank]. Greedy by decreasing size: an item goes to
+    the least loaded rank of the first round in which this rank has room. With `padded` it takes as
+    much room as the first, largest item of its bin. Only bins of ranks other than 0 may be empty.
     """
     rounds = list[list[list[int]]]()
     loads = list[list[int]]()
@@ -293,12 +282,11 @@ def to_micro_batch(
     old_logprobs = tensor(
         (r.logprobs[at] for r, at in zip(rollouts, targets, strict=True)), np.float32
     )
-    by_rollout = [
+    temperatures = [
         packing.temperatures.get(sample.task, packing.temperature)
         for sample in samples
         for _ in sample.rollouts
     ]
-    temperature = by_rollout[0]
     return MicroBatch(
         token_ids=tensor((sample.token_ids for sample in samples), np.int64),
         trees=tuple(sample.tree for sample in samples),
@@ -315,14 +303,7 @@ def to_micro_batch(
         sequence=tensor([np.repeat(np.arange(len(rollouts)), counts)], np.int64),
         num_sequences=len(rollouts),
         groups=tuple(sample.name for sample in samples for _ in sample.rollouts),
-        temperatures=temperature
-        if not callable(temperature) and len({*by_rollout}) == 1
-        else tensor(map(_temperatures, by_rollout, rollouts, targets), np.float32),
+        temperatures=temperatures[0]
+        if len({*temperatures}) == 1
+        else tensor([np.repeat(temperatures, counts)], np.float32),
     )
-
-
-def _temperatures(temperature: Temperature, rollout: Rollout, targets: Int64Array) -> np.ndarray:
-    """The temperatures at which the tokens `targets` of a rollout were sampled."""
-    if not callable(temperature):
-        return np.full(len(targets), temperature)
-    return np.array([temperature(step) for step in rollout.policy_steps[targets].tolist()])

@@ -50,8 +50,7 @@ class PolicyCopy:
 
     With LoRA only the adapters are copied. New adapters add nothing to the base model, so a copy
     made before the first step computes the base model's logprobs. If `sync_steps` is set, `sync`
-    moves the copy every sync_steps steps to mixup_alpha * policy + (1 - mixup_alpha) * copy
-    (TR-DPO, arXiv 2404.09656, as in TRL), and checkpoints contain the copy.
+    copies the policy every sync_steps steps, and checkpoints contain the copy.
     """
 
     def __init__(
@@ -60,12 +59,10 @@ class PolicyCopy:
         compute_logprobs: ComputeLogprobs,
         *,
         sync_steps: int | None = None,
-        mixup_alpha: float = 1.0,
     ) -> None:
         self._parameters = parameters
         self._compute_logprobs = compute_logprobs
         self._sync_steps = sync_steps
-        self._mixup_alpha = mixup_alpha
         self._copy = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -78,10 +75,10 @@ class PolicyCopy:
 
     @torch.no_grad()
     def sync(self, step: int) -> None:
-        """Move the copy towards the policy if `step` is a multiple of sync_steps."""
+        """Copy the policy if `step` is a multiple of sync_steps."""
         if self._sync_steps and step % self._sync_steps == 0:
             for name, parameter in self._parameters.items():
-                self._copy[name].lerp_(parameter, self._mixup_alpha)
+                self._copy[name].copy_(parameter)
 
     def state(self) -> Mapping[str, Tensor]:
         """The copy for a checkpoint, by parameter name; empty without sync_steps."""

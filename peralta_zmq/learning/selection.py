@@ -1,8 +1,7 @@
 """Selection of the tokens that a step trains, by bounds that depend on all of its tokens.
 
-The masks of losses.py depend on a token or its rollout, so each micro-batch computes its own. The
-bounds of this module depend on the tokens of all micro-batches and ranks. They are computed after a
-forward pass over the whole step, before its first update, and are the same for any split of it.
+They are computed after a forward pass over the whole step on all ranks, before its first update,
+and are the same for any split of it. The masks of losses.py depend on a token or its rollout only.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Metrics of a training step: rollout groups, entropy and logprob mismatch.
 
-The logprob mismatch compares the logprobs that the trainer computes for the tokens of a batch with
-those that the generators reported. They differ if the trainer's weights are newer or have another
-dtype, or if one of the two programs has an error. The metric is the k3 estimate of the KL
-divergence (`losses.kl_estimate`), as a mean over all tokens and over those of each sender.
-
-docs/metrics.md lists the metrics; a metric that TRL also has keeps TRL's name.
+The logprob mismatch is the k3 estimate of the KL divergence (`losses.kl_estimate`) between the
+logprobs that the generators reported and the trainer's, as a mean over all tokens and over those of
+each sender. docs/metrics.md lists the metrics; one that TRL also has keeps TRL's name.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from peralta_zmq.rollout import RolloutGroup
 WINDOW = 4  # steps in a sender's mean mismatch
 MIN_STEPS = 2  # steps before a sender can be flagged
 MAX_NAMES = 64  # names in each metric of a step; senders of groups choose them
-MAX_COUNTED = 4096  # senders in memory; the least recently active is dropped first
 
 
 def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
@@ -131,8 +127,9 @@ class MismatchStatistics:
     step on. A mismatch that grows comes from updates that change the policy too much.
     """
 
-    def __init__(self, *, bound: float) -> None:
+    def __init__(self, *, bound: float, max_senders: int = 4096) -> None:
         self._bound = bound
+        self._max_senders = max_senders  # the least recently active is dropped first
         self._flagged: set[str] = set()
         self._steps: dict[str, deque[Mismatch]] = {}
         self._initial: dict[str, float] = {}  # sender -> mean of its first step
@@ -144,7 +141,7 @@ class MismatchStatistics:
             steps.append(mismatch)
             self._steps[sender] = steps  # re-inserted as the most recently active
             self._initial.setdefault(sender, mismatch.mean)
-        while len(self._steps) > MAX_COUNTED:
+        while len(self._steps) > self._max_senders:
             oldest = next(iter(self._steps))
             del self._steps[oldest], self._initial[oldest]
 
@@ -247,9 +244,8 @@ def mismatch_sums(tokens: losses.Tokens, groups: Sequence[str]) -> UpdateSums:
 def estimate_entropy(tokens: losses.Tokens) -> Tensor:
     """A micro-batch's term of the policy's mean entropy per token, in nats.
 
-    The entropy is estimated as mean(-ratio * logprob), where the ratio is the policy's probability
-    divided by the generator's. The estimate is unbiased if sampling truncates nothing (no top-k,
-    top-p or min-p).
+    mean(-ratio * logprob), where the ratio is the policy's probability divided by the generator's;
+    unbiased if sampling truncates nothing (no top-k, top-p or min-p).
     """
     ratio = losses.ratio_of(tokens.logprobs - tokens.old_logprobs, limit=losses.STRICT_LOG_RATIO)
     return losses.token_mean(tokens, -ratio * tokens.logprobs)

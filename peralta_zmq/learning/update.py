@@ -1,17 +1,24 @@
 """One update of the policy's parameters from the micro-batches of a mini-batch.
 
-For each micro-batch, `update_parameters` computes the policy's logprobs (models/scorer.py), the
-loss (losses.py) and the gradients; then the optimizer changes the parameters. `add_gradient`
-computes a micro-batch earlier, before the totals that the loss divides by are known.
+`update_parameters` adds the gradients of all micro-batches and steps the optimizer. `add_gradient`
+computes a micro-batch earlier, before the totals that the loss divides by are known. An update
+excludes
 
-An update excludes groups (unusable_groups.py). If the gradient of the other groups is not finite,
-the update is skipped: it changes no parameter.
+- a group with policy logprobs far above those that its generator sent;
+- a group whose loss, or the loss's gradient, is not finite, while the policy's logprobs are: if
+  they are not, the policy is the cause, not the group.
+
+The decision depends only on the group, its micro-batch and the policy, so that a restarted trainer
+excludes the same groups. A group that is split over several micro-batches can be excluded in only
+one of them. Excluded tokens count in the means of the update, because the divisor of the means must
+be known before the first backward pass. If the gradient of the other groups is not finite, the
+update is skipped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -20,17 +27,27 @@ import torch
 from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.distributed import SINGLE, Ranks
-from peralta_zmq.learning.losses import LossResult, TokenLoss, Tokens, evaluate
+from peralta_zmq.learning.losses import (
+    LossResult,
+    TokenLoss,
+    Tokens,
+    evaluate,
+    of_rollouts,
+    ratio_of,
+    sequence_sum,
+)
 from peralta_zmq.learning.packing import MicroBatch
 from peralta_zmq.learning.reference_models import ComputeLogprobs, ComputeLogprobsAndEntropy
 from peralta_zmq.learning.step_metrics import Mismatch, UpdateSums
-from peralta_zmq.learning.unusable_groups import (
-    NOT_FINITE,
-    groups_without_finite_loss,
-    mismatched_groups,
-    without_groups,
-)
 
+# Bound on the mean of the importance ratio e^x over the tokens of a group, where x is the policy's
+# logprob minus the generator's, at most 20 (losses.ratio_of). If the generator sampled the tokens
+# with the logprobs that it sends, the expected ratio is at most 1, and by Markov's inequality fewer
+# than 1 of 100 groups exceed the bound. A group of up to 4.8 million tokens exceeds it if a single
+# token has x = 20.
+MAX_MEAN_RATIO = 100.0
+MISMATCH = "logprob mismatch"  # reason for an exclusion
+NOT_FINITE = "loss not finite"
 # The total over the update by which the loss divides: of its unmasked tokens, or of its rollouts.
 Divisor: TypeAlias = Literal["tokens", "rollouts"]
 
@@ -69,14 +86,12 @@ def update_parameters(
 ) -> UpdateResult:
     """Make one update: sum the gradients of all micro-batches, clip, step.
 
-    The loss divides by the totals of all micro-batches on all ranks, so their split does not change
-    the gradient. It excludes groups (unusable_groups.py). All ranks skip the update if the
-    gradient norm is not finite, or if no group is left because losses are not finite.
-    Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and the metrics of the loss.
-    `compute_with_entropy`, if set, replaces `compute_logprobs` and fills `Tokens.entropy`. `sft`
-    adds other gradients and returns metrics (demonstrations.py). `computed` are further
-    micro-batches of the update, whose gradients `add_gradient` has added; only their gradients are
-    divided by the total that `divisor` names here.
+    All ranks skip the update if the gradient norm is not finite, or if no group is left because
+    losses are not finite. Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and those
+    of the loss. `compute_with_entropy` replaces `compute_logprobs` and fills `Tokens.entropy`.
+    `sft` adds other gradients and returns metrics (demonstrations.py). `computed` are further
+    micro-batches, whose gradients `add_gradient` has added; they are divided by the total that
+    `divisor` names.
     """
     totals = _totals([*(each.tokens for each in computed), *batches], ranks)
     sums = UpdateSums()
@@ -216,3 +231,47 @@ def _skip_reason(loss: TokenLoss, sums: UpdateSums) -> str:
         return "the loss of the demonstrations in loss.sft_file is not finite"
     name = getattr(getattr(loss, "func", loss), "__name__", "loss")
     return f"loss '{name}' or its gradient is not finite"
+
+
+# Unusable groups
+
+
+@torch.no_grad()
+def mismatched_groups(tokens: Tokens, groups: Sequence[str]) -> dict[str, str]:
+    """The groups with a very large mismatch, each with MISMATCH as the reason.
+
+    `groups` has the name of each rollout's group.
+    """
+    ratio = ratio_of(tokens.logprobs - tokens.old_logprobs)
+    # A mean is above the bound if the sum of (ratio - bound) is positive.
+    excess = sequence_sum(tokens, ratio - MAX_MEAN_RATIO).tolist()  # by rollout
+    totals = dict.fromkeys(groups, 0.0)
+    for name, summand in zip(groups, excess, strict=True):
+        totals[name] += summand
+    return {name: MISMATCH for name, total in totals.items() if total > 0.0}
+
+
+def groups_without_finite_loss(
+    loss: TokenLoss, tokens: Tokens, groups: Sequence[str], excluded: Collection[str]
+) -> dict[str, str]:
+    """The groups, except the excluded ones, whose own loss or gradient is not finite.
+
+    Each has NOT_FINITE as the reason. `groups` has the name of each rollout's group.
+    """
+    names = dict.fromkeys(groups)
+    by_group = {name: without_groups(names.keys() - {name}, tokens, groups) for name in names}
+    return {
+        name: NOT_FINITE
+        for name, own_tokens in by_group.items()
+        if name not in excluded and own_tokens and not evaluate(loss, own_tokens).is_finite
+    }
+
+
+def without_groups(
+    excluded: Collection[str], tokens: Tokens, groups: Sequence[str]
+) -> Tokens | None:
+    """The tokens of all groups but the excluded ones; None if no group is left."""
+    if not excluded:
+        return tokens
+    keep = torch.tensor([name not in excluded for name in groups], device=tokens.logprobs.device)
+    return of_rollouts(tokens, keep) if keep.any() else None

@@ -1,8 +1,7 @@
 """Calls the loss, advantage or filters of a user, with clear errors and a timeout.
 
-These functions run inside the trainer. A function that fails ends the training with one line that
-names the function. The trainer can then be restarted, because its journal and checkpoints hold all
-previous steps. The losses, advantages and filters of this package are called without this wrapper.
+A function that fails ends the training with one line that names the function; the trainer can be
+restarted. The functions of this package are called without this wrapper.
 """
 
 from __future__ import annotations
@@ -76,10 +75,7 @@ def _exit_after_timeout(label: str) -> Generator[None]:
 
 
 def _check_loss(name: str, result: Any, *_: object) -> tuple[Tensor, Metrics]:
-    """The result of a loss: a scalar and a dict of scalar metrics.
-
-    Raises UserCodeError for any other result.
-    """
+    """The result of a loss. Raises UserCodeError unless it is a scalar and a dict of scalars."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise UserCodeError(f"loss '{name}' must return a scalar and a dict of metrics")
     value, metrics = cast("tuple[object, dict[str, object]]", result)

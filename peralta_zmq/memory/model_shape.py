@@ -65,8 +65,10 @@ class ModelShape:
     @property
     def linear_layers(self) -> tuple[tuple[int, int], ...]:
         """Inputs and outputs of the linear layers of one decoder layer, an expert's included."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        query, key = self.query_size, self.key_size
+        hidden = self.hidden_size
+        inner = self.intermediate_size
+        query = self.query_size
+        key = self.key_size
         attention = ((hidden, query), (hidden, key), (hidden, key), (query, hidden))
         mlp = ((hidden, inner), (hidden, inner), (inner, hidden)) * self.num_experts
         router = ((hidden, self.num_experts),) if self.num_experts > 1 else ()
@@ -130,7 +132,8 @@ def _shape_of(config: dict[str, Any], path: Path) -> ModelShape:
                 f"{path} has no {name}, so the memory of model_type '{model_type}' cannot be "
                 "planned; start the trainer to find out whether it fits"
             )
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
     experts = config.get("num_experts") or config.get("num_local_experts") or 1
     inner = config.get("intermediate_size")
     if experts > 1:

@@ -1,13 +1,8 @@
 """Memory that a trainer and a generator need, computed from the settings and a model's shape.
 
-A plan lists the parts of the memory in the phase in which their sum is largest. Each formula says
-which tensors of the code it counts. Prompts are assumed to be as long as engine.max_model_len
-permits, so a run with short prompts needs less. Copies of weights to publish are not counted: they
-exist for seconds, when the optimizer step has freed the gradients, which need at least as much.
-
-Letters in formulas: H hidden size, I intermediate size, V vocabulary, A attention heads, K key
-heads, D head size, L layers, M tokens of a micro-batch, N scored tokens; c bytes of a number in
-matrix products.
+A plan lists the parts of the memory in the phase in which their sum is largest. Prompts are assumed
+to be as long as engine.max_model_len permits, so a run with short prompts needs less. In formulas,
+c is bytes of a number in matrix products.
 """
 
 from __future__ import annotations
@@ -84,9 +79,9 @@ class AttentionSize(NamedTuple):
 class Workload(NamedTuple):
     """Tokens of a training step, with prompts of the largest length."""
 
-    tokens: int  # M, of a micro-batch
+    tokens: int  # of a micro-batch
     attention: AttentionSize
-    scored: int  # N
+    scored: int  # of these tokens
     update: int  # of an update of the parameters
     prompt: int
 
@@ -103,8 +98,7 @@ def workload_of(config: Config, shape: ModelShape, machine: Machine) -> Workload
     completion = min(num_turns * config.max_completion_length, length - 1)
     num_generations = max(config.group_sizes.values())
     group = length - completion + num_generations * completion
-    step = config.train.token_batch_size or config.groups_per_step * group
-    update = max(1, step // config.train.num_minibatches)
+    update = max(1, config.groups_per_step * group // config.train.num_minibatches)
     tokens = min(config.train.max_tokens_per_microbatch, update)
     scored = int(tokens * num_generations * completion / group)
     attention = attention_size(min(group, tokens), completion, length)
@@ -138,29 +132,33 @@ def plan_trainer(
     `num_references` is the number of copies of the trained parameters as reference model or
     teacher; `teacher_bytes` are those of model.teacher if the loss uses it.
     """
-    rank, base_dtype = config.lora.rank, config.lora.base_dtype
+    optim = config.train.optim
     trained, weights = _parameters(config, shape)
-    always: Parts = {
-        "weights": weights,
-        f"optimizer state ({config.train.optim})": OPTIMIZER_BYTES[config.train.optim] * trained,
-        "remainders of the master weights": _remainder_bytes(config) * trained,
-    }
     gradients = 4.0 * trained
     in_memory = machine.kind != "cuda" and not moves_snapshots(config, shape, machine)
     snapshot = NUMBER_BYTES[config.weights.dtype] * trained * in_memory
-    always["published weights"] = snapshot  # the next delta is a difference to them
-    always["reference model"] = 4.0 * trained * num_references
-    always["teacher"] = teacher_bytes
-    always["process"] = PROCESS_BYTES[machine.kind]
+    always: Parts = {
+        "weights": weights,
+        f"optimizer state ({optim})": OPTIMIZER_BYTES[optim] * trained,
+        "remainders of the master weights": _remainder_bytes(config) * trained,
+        "published weights": snapshot,  # the next delta is a difference to them
+        "reference model": 4.0 * trained * num_references,
+        "teacher": teacher_bytes,
+        "process": PROCESS_BYTES[machine.kind],
+    }
     live = replace(machine, engine="native")  # samples from the policy, in float32
     evaluation = _cache_parts(config, shape, live, number=4.0)
-    if rank is not None and base_dtype != "float32":  # the engine converts a weight for its product
-        evaluation["converted weight"] = 4.0 * max(shape.embedding, shape.largest_linear)
+    if config.lora.rank is None:
+        largest_update = shape.embedding
+    else:
+        largest_update = config.lora.rank * max(map(max, shape.linear_layers))
+        if config.lora.base_dtype != "float32":  # the engine converts a weight for its product
+            evaluation["converted weight"] = 4.0 * max(shape.embedding, shape.largest_linear)
     phases = {
         **_backward_phases(config, shape, machine, gradients),
         "optimizer step": {
             "gradients": gradients,
-            "work of the optimizer": _optimizer_work(config, shape),
+            "work of the optimizer": OPTIMIZER_WORK[optim] * min(PART, largest_update),
         },
         "copy of the weights to publish": {"gradients": gradients, "copy": snapshot},
     }
@@ -182,28 +180,21 @@ def moves_snapshots(config: Config, shape: ModelShape, machine: Machine) -> bool
     memory; otherwise copies stay in memory, because steps are then shorter. A trainer on a CUDA
     GPU does not: the copies are in the memory of the CPU.
     """
-    if machine.kind == "cuda":
-        return False
     trained, weights = _parameters(config, shape)
-    per_parameter = (
-        4.0
-        + OPTIMIZER_BYTES[config.train.optim]
-        + _remainder_bytes(config)
-        + 2 * NUMBER_BYTES[config.weights.dtype]
-    )
-    return weights + per_parameter * trained > MAX_SHARE * _trainer_limit(config, machine)
+    copies = 2 * NUMBER_BYTES[config.weights.dtype]
+    state = 4.0 + OPTIMIZER_BYTES[config.train.optim] + _remainder_bytes(config)
+    needed = weights + (state + copies) * trained
+    return machine.kind != "cuda" and needed > MAX_SHARE * _trainer_limit(config, machine)
+
+
+def _trainer_limit(config: Config, machine: Machine) -> float:
+    return (config.train.memory_fraction or 1.0) * machine.memory
 
 
 def _remainder_bytes(config: Config) -> float:
     """Bytes per trained weight of learning/master_weights.py."""
-    if config.lora.rank is not None or not config.train.master_noise:
-        return 0.0
-    return REMAINDER_BYTES.get(config.weights.dtype, 0.0)
-
-
-def _trainer_limit(config: Config, machine: Machine) -> float:
-    """Bytes that the trainer may use."""
-    return (config.train.memory_fraction or 1.0) * machine.memory
+    has_masters = config.lora.rank is None and config.train.master_noise
+    return REMAINDER_BYTES.get(config.weights.dtype, 0.0) * has_masters
 
 
 def _parameters(config: Config, shape: ModelShape) -> tuple[int, float]:
@@ -226,42 +217,46 @@ def _backward_phases(
     config: Config, shape: ModelShape, machine: Machine, gradients: float
 ) -> dict[str, Parts]:
     """Parts in phases of the backward pass: head, last layer, first layer, embedding."""
-    work, is_full = workload_of(config, shape, machine), config.lora.rank is None
-    is_cpu, has_earlier = machine.kind == "cpu", work.update > work.tokens
+    work = workload_of(config, shape, machine)
+    is_full = config.lora.rank is None
+    is_cpu = machine.kind == "cpu"
+    has_earlier = work.update > work.tokens
     layer = work.tokens * layer_bytes(config, shape, machine, work.attention)
-    kept, computed_again = layer, 0.0
-    if config.train.gradient_checkpointing:  # keeps the input of each layer
-        kept, computed_again = 4.0 * work.tokens * shape.hidden_size, layer
-    activations = kept * shape.num_layers
     one_layer = work.tokens * backward_bytes(shape, machine) + _linear_work(config, shape, machine)
-    # With checkpointing, the kept input of a layer lies between freed tensors. malloc (CPU) cannot
-    # place a larger tensor in such a gap. Planned: as much as the tensors themselves.
-    gaps = activations + computed_again + one_layer if is_cpu and computed_again else 0.0
-    head_gradient = 4.0 * shape.embedding if is_full else 0.0
+    activations = layer * shape.num_layers
+    computed_again = 0.0
+    gaps = 0.0
+    if config.train.gradient_checkpointing:  # keeps the input of each layer
+        activations = 4.0 * work.tokens * shape.hidden_size * shape.num_layers
+        computed_again = layer
+        # The kept input of a layer lies between freed tensors. malloc (CPU) cannot place a larger
+        # tensor in such a gap. Planned: as much as the tensors themselves.
+        gaps = (activations + computed_again + one_layer) * is_cpu
+    head_gradient = 4.0 * shape.embedding * is_full
     # Gradients of earlier micro-batches. On a CPU the process keeps freed memory, and gradients
     # seldom fit into the holes that activations leave, so that it has memory for both.
-    earlier = gradients if has_earlier or is_cpu else 0.0
+    kept_gradients = gradients if has_earlier or is_cpu else head_gradient
     # autograd adds it to that of the tied head (on a CPU models/head.py does), or of earlier
     # micro-batches.
     is_added = is_full and (not is_cpu if shape.is_tied else has_earlier)
     keeps_logits = is_full or bool(config.loss.entropy_coef)
-    name, layer_name = f"activations of {work.tokens} tokens", "backward pass of a layer"
+    name = f"activations of {work.tokens} tokens"
     return {
         "backward pass of the output head": {
-            "gradients": earlier or head_gradient,
+            "gradients": kept_gradients,
             name: activations,
             "output head": head_bytes(shape, machine, work.scored, keeps_logits=keeps_logits),
         },
         "backward pass of the last layer": {
-            "gradients": earlier or head_gradient,
+            "gradients": kept_gradients,
             name: activations + computed_again,
-            layer_name: one_layer,
+            "backward pass of a layer": one_layer,
             "gaps between these tensors": gaps,
         },
         "backward pass of the first layer": {
             "gradients": gradients,
             name: layer,
-            layer_name: one_layer,
+            "backward pass of a layer": one_layer,
         },
         "backward pass of the embedding": {
             "gradients": gradients,
@@ -273,52 +268,52 @@ def _backward_phases(
 def layer_bytes(config: Config, shape: ModelShape, machine: Machine, size: AttentionSize) -> float:
     """Bytes per token of the tensors that a layer saves for its backward pass."""
     c = NUMBER_BYTES[machine.training_dtype]
-    hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
-    inner = shape.intermediate_size * shape.experts_per_token
-    is_cpu, is_narrow = machine.kind == "cpu", c < 4
-    rank, has_dropout = config.lora.rank or 0, bool(config.lora.rank and config.lora.dropout)
+    hidden = shape.hidden_size
+    query = shape.query_size
+    is_cpu = machine.kind == "cpu"
     # Inputs of both norms, in fp32; transformers' own norms also save the normalized rows.
     norms = 8.0 * hidden * (1 if is_cpu else 2)
-    # Inputs of q, k, v, gate and up: under autocast, or after dropout, each has a copy of its own.
-    linears = 5 * c * hidden if is_narrow or has_dropout else 2 * c * hidden
-    query_norms = (query + key) * (c if is_cpu else c + 4) * shape.has_query_norm
-    keys_and_values = 2 * size.copies * key
-    if is_cpu and is_narrow and size.keys in MATMUL_LENGTHS:
+    # Inputs of q, k, v, gate and up: under autocast, each has a copy of its own.
+    linears = (5 if c < 4 else 2) * c * hidden
+    query_norms = (query + shape.key_size) * (c if is_cpu else c + 4) * shape.has_query_norm
+    keys_and_values = 2 * size.copies * shape.key_size
+    if is_cpu and c < 4 and size.keys in MATMUL_LENGTHS:
         # Probabilities in fp32 and in bf16; queries, keys and values.
         attention = 6.0 * shape.num_heads * size.keys + c * (query + keys_and_values)
     else:  # SDPA, in fp32 on a CPU: queries, keys, values, output, logsumexp, and the mask
         number = 4.0 if is_cpu else c
         attention = number * (2 * query + keys_and_values + size.keys) + 4.0 * shape.num_heads
     output = c * query  # input of o_proj
-    mlp = 4 * c * inner  # gate, its activation, up, and their product
-    adapters = c * rank * len(shape.linear_layers)  # results of the first matrices
-    if has_dropout:  # masks of their inputs
-        adapters += (4.0 if is_cpu else 1.0) * sum(inputs for inputs, _ in shape.linear_layers)
+    # gate, its activation, up, and their product
+    mlp = 4 * c * shape.intermediate_size * shape.experts_per_token
+    # results of the first matrices
+    adapters = c * (config.lora.rank or 0) * len(shape.linear_layers)
     return norms + linears + query_norms + attention + output + mlp + adapters
 
 
 def backward_bytes(shape: ModelShape, machine: Machine) -> float:
     """Bytes per token of the gradients that exist together in the backward pass of a layer."""
-    c, hidden = NUMBER_BYTES[machine.training_dtype], shape.hidden_size
+    c = NUMBER_BYTES[machine.training_dtype]
     number = 4.0 if machine.kind == "cpu" else c  # of attention
     attention = number * 2 * (shape.query_size + shape.key_size)
     # Of the MLP's result, and of gate, its activation and up.
-    mlp = c * (hidden + 3 * shape.intermediate_size * shape.experts_per_token)
-    return 4.0 * hidden + max(attention, mlp)  # and of the layer's result, in fp32
+    mlp = c * (shape.hidden_size + 3 * shape.intermediate_size * shape.experts_per_token)
+    return 4.0 * shape.hidden_size + max(attention, mlp)  # and of the layer's result, in fp32
 
 
 def _linear_work(config: Config, shape: ModelShape, machine: Machine) -> float:
     """Bytes of the weights and their gradients that the largest linear layer computes."""
-    c, base_dtype = NUMBER_BYTES[machine.training_dtype], config.lora.base_dtype
+    c = NUMBER_BYTES[machine.training_dtype]
     if config.lora.rank is None:  # the gradient in both dtypes
         return shape.largest_linear * (4.0 if c == 4 else c + 4.0)
-    is_stored = c == NUMBER_BYTES.get(base_dtype)  # in the dtype of the products
+    is_stored = c == NUMBER_BYTES.get(config.lora.base_dtype)  # in the dtype of the products
     return 0.0 if is_stored else shape.largest_linear * c
 
 
 def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, keeps_logits: bool) -> float:
     """Bytes of the output head in both passes (models/head.py), without the weight's gradient."""
-    c, hidden = NUMBER_BYTES[machine.training_dtype], shape.hidden_size
+    c = NUMBER_BYTES[machine.training_dtype]
+    hidden = shape.hidden_size
     limit = CHUNK_LOGITS.get(machine.kind, DEFAULT_CHUNK_LOGITS)
     chunk = min(shape.vocab_size, max(MIN_CHUNK, limit // max(1, scored) // MIN_CHUNK * MIN_CHUNK))
     # Logits, and three fp32 arrays of their size; the chunk of the weight and of its gradient.
@@ -327,33 +322,33 @@ def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, keeps_logits
     return work + kept + scored * hidden * (4.0 + c + 4.0)  # selected rows, their copy, gradient
 
 
-def _optimizer_work(config: Config, shape: ModelShape) -> float:
-    """Bytes of the temporary tensors of an optimizer step."""
-    rank = config.lora.rank
-    largest = shape.embedding if rank is None else rank * max(map(max, shape.linear_layers))
-    return OPTIMIZER_WORK[config.train.optim] * min(PART, largest)
-
-
 # Generator.
 
 
 def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
     """The memory of one generator."""
     c = NUMBER_BYTES[sampling_dtype(config, machine)]
+    is_packed = machine.engine == "native" and machine.kind == "cpu"
     weights = c * shape.num_parameters
     if machine.engine == "mlx" and config.engine.quantize:  # codes, and two numbers per 64 weights
         bits = config.engine.quantize + 2 * 8 * c / 64
         weights = c * shape.vectors + bits / 8 * (shape.num_parameters - shape.vectors)
-    parts: Parts = {"weights": weights / (config.engine.tensor_parallel_size or 1)}
-    if machine.engine == "native" and machine.kind == "cpu" and shape.is_tied:
+    parts: Parts = {"weights": weights / config.engine.vllm_args.get("tensor_parallel_size", 1)}
+    if is_packed and shape.is_tied:
         parts["packed output head"] = c * shape.embedding  # the embedding needs it unpacked
     if config.lora.rank is not None and (base := _base_bytes(config, shape, machine, number=c)):
         parts["base weights, to merge adapters"] = base
     cache = _cache_parts(config, shape, machine, number=c)
-    phase, loaded = "sampling", _loading_bytes(config, shape, machine, number=c)
-    if loaded > cache["logits and prompts"]:  # between two decode steps, which need the same memory
-        del cache["logits and prompts"]
-        phase, cache["temporary weights"] = "loading of new weights", loaded
+    phase = "sampling"
+    if is_packed:
+        # The engine joins gate and up of a new version, and converts those of another dtype.
+        is_converted = sampling_dtype(config, machine) != config.weights.dtype
+        joined = 2 * shape.largest_linear * (1 + is_converted)
+        loaded = c * max(joined, shape.embedding * is_converted)
+        if loaded > cache["logits and prompts"]:  # between two decode steps
+            del cache["logits and prompts"]
+            cache["temporary weights"] = loaded
+            phase = "loading of new weights"
     parts |= cache
     parts["process"] = PROCESS_BYTES[machine.kind]
     limit = generator_fraction(config, machine) * machine.memory
@@ -379,18 +374,6 @@ def generator_fraction(config: Config, machine: Machine) -> float:
     return config.engine.gpu_memory_utilization or default
 
 
-def _loading_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> float:
-    """Bytes of temporary weights while the native engine packs a new version on a CPU.
-
-    Gate and up are joined, and weights that were published in another dtype are converted.
-    """
-    if machine.engine != "native" or machine.kind != "cpu":
-        return 0.0
-    is_converted = sampling_dtype(config, machine) != config.weights.dtype
-    joined = 2 * shape.largest_linear * (1 + is_converted)
-    return number * max(joined, shape.embedding * is_converted)
-
-
 def _base_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> float:
     """Bytes of the base model into which a generator merges adapters, and of its rounding noise.
 
@@ -408,14 +391,16 @@ def _base_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: 
 
 def _cache_parts(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> Parts:
     """Keys and values of all rows, and the tensors of one decode step with new prompts."""
-    c, slots = number, config.engine.slots
+    slots = config.engine.slots
     length = min(config.engine.max_model_len, shape.max_positions)
     rows = float(slots)
     if machine.engine == "native":
         rows += KEPT_FRACTION * slots * machine.keeps_turns + PROMPT_ROWS
-    logits = (slots + PROMPT_ROWS) * shape.vocab_size * (c + 4.0)
-    prompts = PROMPT_ROWS * length * (c * 3 * shape.intermediate_size + 8.0 * shape.hidden_size)
+    logits = (slots + PROMPT_ROWS) * shape.vocab_size * (number + 4.0)
+    prompts = (
+        PROMPT_ROWS * length * (number * 3 * shape.intermediate_size + 8.0 * shape.hidden_size)
+    )
     return {
-        f"KV cache of {slots} slots": c * rows * length * shape.token_cache,
+        f"KV cache of {slots} slots": number * rows * length * shape.token_cache,
         "logits and prompts": logits + prompts,
     }

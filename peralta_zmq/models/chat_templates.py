@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from itertools import islice, takewhile
 from typing import Any, cast
 from uuid import uuid4
@@ -20,7 +19,7 @@ from uuid import uuid4
 from jinja2 import TemplateError
 
 from peralta_zmq.atomic_files import MALFORMED
-from peralta_zmq.errors import ConfigError, RewardError
+from peralta_zmq.errors import ConfigError, RewardError, did_you_mean
 from peralta_zmq.models.model_folders import Tokenizer
 from peralta_zmq.rollout import Message, Problem, Role
 
@@ -174,11 +173,10 @@ def check_template_kwargs(tokenizer: Tokenizer, problems: Iterable[Problem]) -> 
                 f"the chat template of {tokenizer.name_or_path} renders no tools, but a task has "
                 "some; choose a model whose template has the variable tools"
             )
-        similar = get_close_matches(name, words, n=1)
-        hint = f", did you mean {similar[0]}?" if similar else ""
+        hint = did_you_mean(name, words)
         raise ConfigError(
             f"data.chat_template_kwargs.{name} is not a variable of the model's chat "
-            f"template{hint}; remove it, or correct its name"
+            f"template{', ' * bool(hint)}{hint}; remove it, or correct its name"
         )
 
 

@@ -36,23 +36,11 @@ MAMBA_TYPES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 logger = logging.getLogger(__name__)
 
 
-class DropoutInTraining(nn.Module):
-    """Dropout only where gradients are enabled, so not in logprobs of references."""
-
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self._probability = probability
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return nn.functional.dropout(inputs, self._probability, training=torch.is_grad_enabled())
-
-
 def add_adapters(
     model: Model,
     *,
     rank: int,
     alpha: float,
-    dropout: float = 0.0,
     target_modules: Sequence[str] = (ALL_LINEAR,),
     seed: int = 0,
 ) -> None:
@@ -65,7 +53,6 @@ def add_adapters(
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        lora_dropout=dropout,
         target_modules=_targets(model, target_modules),
         **PEFT_OPTIONS,
     )
@@ -83,8 +70,6 @@ def add_adapters(
     for layer in _layers(model).values():
         layer.lora_A.float()  # peft gives adapters the dtype of the base layer
         layer.lora_B.float()
-        if dropout:
-            layer.lora_dropout[ADAPTER] = DropoutInTraining(dropout)
 
 
 def has_adapters(model: nn.Module) -> bool:

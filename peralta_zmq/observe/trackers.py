@@ -71,20 +71,18 @@ def open_trackers(
     folder: Path,
     run_id: str,
     project: str,
-    title: str | None = None,
-    interval: int = 1,
+    interval: int = 10,
     settings: Mapping[str, Any],
 ) -> list[Tracker]:
     """A tracker for each name; entering its context starts it.
 
-    `title` is the name of the run in the trackers, by default `run_id`, which later sessions of the
-    run share. Samples and histograms are logged every `interval` steps.
+    Later sessions of a run have the same `run_id`, which is also its name in the trackers. Samples
+    and histograms are logged every `interval` steps.
     """
-    title = title or run_id
     packages: dict[str, OpenTracker] = {
         "tensorboard": lambda first_step: _tensorboard(folder, first_step),
-        "trackio": lambda first_step: _trackio(project, title, settings),
-        "wandb": lambda first_step: _wandb(folder, project, run_id, title, settings),
+        "trackio": lambda first_step: _trackio(project, run_id, settings),
+        "wandb": lambda first_step: _wandb(folder, project, run_id, settings),
     }
     return [Tracker(name, packages[name], interval=interval) for name in dict.fromkeys(names)]
 
@@ -234,14 +232,14 @@ def _trackio(project: str, title: str, settings: Mapping[str, Any]) -> Generator
 
 @contextmanager
 def _wandb(
-    folder: Path, project: str, run_id: str, title: str, settings: Mapping[str, Any]
+    folder: Path, project: str, run_id: str, settings: Mapping[str, Any]
 ) -> Generator[LogStep]:
     """Write a run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE is set."""
     os.environ.setdefault("WANDB_MODE", "offline")
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # errors of wandb itself
     import wandb
 
-    names = {"project": project, "id": run_id, "name": title, "dir": str(folder)}
+    names = {"project": project, "id": run_id, "name": run_id, "dir": str(folder)}
     quiet = wandb.Settings(console="off", silent=True)
     run = wandb.init(**names, resume="allow", config=dict(settings), settings=quiet)
     # The result of an evaluation may arrive after later steps; wandb's own step must not decrease.

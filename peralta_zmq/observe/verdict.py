@@ -389,8 +389,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
         yield Verdict(
             f"the disk or link of weights.dir is saturated: a version ({size}) takes "
             f"{seconds:.1f} s to publish, a step {_seconds(state.step_seconds)}",
-            "raise weights.keyframe_interval or weights.max_mbit_per_s, or use a faster "
-            "weights.dir",
+            "raise weights.interval or weights.max_mbit_per_s, or use a faster weights.dir",
         )
     slowest = max(state.generators, key=lambda generator: generator.reload_seconds, default=None)
     if slowest and slowest.reload_seconds >= max(0.1, WAITING * state.step_seconds):
@@ -437,7 +436,7 @@ def _balance(state: RunState) -> Iterator[Verdict]:
         yield Verdict(
             f"the link to the trainer is saturated: generators are blocked {queue:.0%} of "
             f"their time by a full send queue, the trainer waits {trainer} for rollouts",
-            "raise wire.hwm, or use a faster network",
+            "use a faster network",
         )
     elif state.waiting >= WAITING and blocked >= WAITING:
         yield Verdict(

@@ -162,7 +162,7 @@ def settings_file(config: Config) -> Path:
 
 def token_file(config: Config) -> Path | None:
     """The file with the password of the weight store, if it exists on this machine."""
-    path = Path(config.weights.token_file or "").expanduser()
+    path = Path(config.security.token_file or "").expanduser()
     return path if path.is_file() else None
 
 
@@ -214,15 +214,13 @@ def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
     env = {"HF_HUB_OFFLINE": "1", **host.env}
     options = settings_options(host, config)
     # The workers of the host share its cores; all generators of the run share the problems.
-    num_workers = len(host.workers)
+    share = ("--run.num-workers", str(max(len(host.workers), config.run.num_workers)))
     jobs: list[Job] = []
     if host.role == "trainer":
-        share = str(max(num_workers, config.train.num_workers))
-        words = (PYTHON, "bin/trainer", *options, "--train.num-workers", share)
+        words = (PYTHON, "bin/trainer", *options, *share)
         jobs.append(Job(f"{host.name}-trainer", words, env, str(config.run_folder)))
     for name in host.generators:
         identity = generator_options(name, hosts.generators.index(name), len(hosts.generators))
-        share = ("--generator.num-workers", str(max(num_workers, config.generator.num_workers)))
         words = (PYTHON, "bin/generator", *options, *identity, *share)
         jobs.append(Job(name, words, env))
     return jobs
@@ -233,7 +231,7 @@ def settings_options(host: Host, config: Config) -> list[str]:
         "--weights.dir": host.weights_dir,
         "--model.device": host.device,
         "--security.keys": str(KEYS) if config.security.keys else None,
-        "--weights.token-file": str(TOKEN) if token_file(config) else None,
+        "--security.token-file": str(TOKEN) if token_file(config) else None,
     }
     changes = [word for name, value in options.items() if value for word in (name, value)]
     return ["@", str(settings_file(config)), *changes]

@@ -85,14 +85,12 @@ def run_local(
 def local_workers(config: Config, arguments: Sequence[str]) -> list[Worker]:
     """The trainer, which is first, and the generators, which share the cores of this machine."""
     count = config.run.num_local_generators
-    num_workers = str(max(count + 1, config.train.num_workers))
-    command = (*program_command("trainer"), *arguments, "--train.num-workers", num_workers)
+    share = ("--run.num-workers", str(max(count + 1, config.run.num_workers)))
+    command = (*program_command("trainer"), *arguments, *share)
     workers = [Worker("trainer", command)]
-    num_workers = str(max(count + 1, config.generator.num_workers))
     for index in range(count):
         options = generator_options(f"local-{index}", index, count)
-        options += ("--generator.num-workers", num_workers)
-        command = (*program_command("generator"), *arguments, *options)
+        command = (*program_command("generator"), *arguments, *options, *share)
         log = config.run_folder / "logs" / f"generator-{index}.log"
         workers.append(Worker(f"generator-{index}", command, log))
     return workers

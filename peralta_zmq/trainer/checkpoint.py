@@ -89,7 +89,7 @@ class CheckpointWriter:
             self.saved_step = learner.step
             # The checkpoint of step 0, of a fork, precedes the whole journal.
             oldest = 1 if settings.keep_journal else 0
-            prune(folder, settings.keep_last, settings.keep_interval, oldest=oldest)
+            prune(folder, settings.keep_last, oldest=oldest)
             failpoint("checkpoint.pruned")  # a test can kill the process here
             if not settings.keep_journal:
                 self._collector.journal.prune(min(atomic_files.steps_in(folder)) + 1)
@@ -119,17 +119,11 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, run_id: str) -> No
     failpoint("checkpoint.written")
 
 
-def prune(
-    folder: Path, keep_last: int | None, keep_interval: int | None, *, oldest: int = 0
-) -> None:
-    """Remove old checkpoints of step `oldest` or later.
-
-    The newest stays, and all without a rule.
-    """
-    if keep_last is None and keep_interval is None:
-        return
-    for step, path in list(atomic_files.steps_in(folder).items())[: -(keep_last or 1)]:
-        if step >= oldest and (not keep_interval or step % keep_interval):
+def prune(folder: Path, keep_last: int | None, *, oldest: int = 0) -> None:
+    """Remove checkpoints of step `oldest` or later, but for the newest `keep_last`; None = all."""
+    steps = atomic_files.steps_in(folder)
+    for step, path in [*steps.items()][:-keep_last] if keep_last else ():
+        if step >= oldest:
             atomic_files.remove_folder(path)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from peralta_zmq import wire
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.config import Config, files_given
+from peralta_zmq.config import files_given
 from peralta_zmq.environments.curriculum import DifficultyPools
 from peralta_zmq.errors import WireError, program_name
 from peralta_zmq.learning import admission as admissions
@@ -102,7 +102,7 @@ class BatchCollector:
         self.receiver = receiver
         self._generators = generators
         self.evaluations = evaluations
-        self._size = 0  # of the batch, in rollouts or tokens (see step_size)
+        self._size = 0  # rollouts of the batch
         self._num_dropped = 0  # groups dropped since the newest batch was taken
         self._is_queued = True  # the queue has not been empty since `groups` was called
         # Received during an evaluation, with their frames; `groups` adds them.
@@ -111,7 +111,7 @@ class BatchCollector:
     @property
     def is_full(self) -> bool:
         """True if the batch is large enough for a step."""
-        return self._size >= step_size(self.session.config)
+        return self._size >= self.session.config.train.batch_size
 
     def groups(self, step: int, update: UpdateSettings) -> Iterator[list[RolloutGroup]]:
         """Yield the groups of the batch of `step` as they arrive, until the batch is full.
@@ -136,8 +136,7 @@ class BatchCollector:
                 if decision in ADMITTED:
                     arrived.append(received[0])
                 now = time.monotonic()
-                if decision != "mismatched":
-                    last_group = last_warning = now
+                last_group = last_warning = now
                 if not arrived and now - last_idle >= 1.0:
                     last_idle = now
                     yield []  # however many groups are dropped
@@ -252,7 +251,7 @@ class BatchCollector:
         if decision in ADMITTED:
             self.journal.append(step, frame)  # durable after the next commit
             self.batch.append(group)
-            self._size += size_of(self.session.config, group)
+            self._size += len(group.rollouts)
             self.curriculum.update(group, decision)
         elif decision != "duplicate":
             self._drop(group, decision, step=step)
@@ -306,7 +305,7 @@ class BatchCollector:
         """Replace the batch and `begun` by what was read from the journal."""
         self.batch = groups
         self.begun = begun
-        self._size = sum(size_of(self.session.config, group) for group in groups)
+        self._size = sum(len(group.rollouts) for group in groups)
         self.acknowledgements.mark_durable()
 
     def state(self) -> dict[str, Any]:
@@ -345,7 +344,7 @@ class BatchCollector:
         """
         outcomes = self.admission.ledger.outcomes
         pools = self.curriculum.pools
-        reasons = ("stale", "abandoned", "lost", "filtered", "mismatched")
+        reasons = ("stale", "abandoned", "lost", "filtered")
         return {
             **{f"dropped/{reason}": outcomes[reason] for reason in reasons},
             "dropped/duplicate": self.admission.duplicates,
@@ -354,9 +353,8 @@ class BatchCollector:
         }
 
     def _no_rollouts_text(self, seconds: float) -> str:
-        dropped = sorted({sender.rpartition("/")[0] for sender in self.admission.flagged})
         live = sorted({sender.name for sender in self._generators.live()})
-        return no_rollouts_text(seconds, self.receiver.address, dropped, live)
+        return no_rollouts_text(seconds, self.receiver.address, live)
 
 
 @dataclass(slots=True)
@@ -429,26 +427,9 @@ class Acknowledgements:
         return {sender: last + 1 for sender, last in settled.items()}
 
 
-def no_rollouts_text(
-    seconds: float, address: str, dropped: Sequence[str], live: Sequence[str]
-) -> str:
-    """The warning that no group arrives, or only those of `dropped` generators (mismatched)."""
-    if sampling := [name for name in live if name not in dropped]:
-        names = ", ".join(sampling)
-        return f"no rollouts for {seconds:.0f} s: no group of {names} is complete yet"
-    names = ", ".join(dropped)
-    others = f", except dropped ones of {names} (logprob mismatch)" if dropped else ""
+def no_rollouts_text(seconds: float, address: str, live: Sequence[str]) -> str:
+    """Text of the warning that no group arrives; `live` are generators that send messages."""
+    if live:
+        return f"no rollouts for {seconds:.0f} s: no group of {', '.join(live)} is complete yet"
     start = f"Start a generator: {program_name('generator')}{files_given()}"
-    return f"no rollouts for {seconds:.0f} s on {address}{others}. {start}"
-
-
-def step_size(config: Config) -> int:
-    """Batch size of a step: train.token_batch_size in tokens if set, else in rollouts."""
-    return config.train.token_batch_size or config.train.batch_size
-
-
-def size_of(config: Config, group: RolloutGroup) -> int:
-    """Size of a group in the unit of `step_size`: rollouts, or tokens with the prompt."""
-    if config.train.token_batch_size is None:
-        return len(group.rollouts)
-    return sum(len(rollout.token_ids) for rollout in group.rollouts)
+    return f"no rollouts for {seconds:.0f} s on {address}. {start}"

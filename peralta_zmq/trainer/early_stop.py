@@ -10,13 +10,7 @@ from peralta_zmq.config.training_sections import EarlyStopSection
 from peralta_zmq.errors import TrainingError
 
 # Setting -> metric. A max_ setting is exceeded above its value, a min_ setting below it.
-METRICS = {
-    "max_mismatch_kl": "mismatch_kl",
-    "max_staleness": "staleness/mean",
-    "min_entropy": "entropy",
-    "max_reward": "reward",
-    "min_reward": "reward",
-}
+METRICS = {"min_entropy": "entropy", "max_reward": "reward"}
 
 
 @dataclass(slots=True)

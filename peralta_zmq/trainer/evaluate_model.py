@@ -73,7 +73,7 @@ def open_target(
 ) -> tuple[registry.Engine, models.Tokenizer]:
     """Open an engine and the tokenizer; files of a run's weights exist until `stack` closes."""
     models.keep_memory()
-    models.use_threads(config.generator.num_workers)
+    models.use_threads(config.run.num_workers)
     with build.memory_errors(config, "generator"):
         if run is not None:
             return open_run(config, step, stack)
@@ -118,7 +118,7 @@ def open_run(
 
     Their files exist until `stack` closes.
     """
-    token = read_private_token(config.weights.token_file)
+    token = read_private_token(config.security.token_file)
     store = WeightStore.open(config.weights_address, token=token)
     version = version_of_step(store, step)
     folder = stack.enter_context(load_version(store, version))

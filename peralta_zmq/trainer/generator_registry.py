@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from peralta_zmq import wire
-from peralta_zmq.learning.admission import Admission, Ledger
+from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.learning.step_metrics import WINDOW, MismatchStatistics
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.run_state import STORE_ERROR
@@ -313,31 +313,24 @@ class GeneratorRegistry:
         )
 
 
-def report_mismatches(
-    statistics: MismatchStatistics, session: Session, admission: Admission, *, step: int
-) -> None:
-    """Report each sender above train.max_mismatch_kl once; drop its groups if set."""
-    settings = session.config.train
+def report_mismatches(statistics: MismatchStatistics, session: Session, *, step: int) -> None:
+    """Report each sender above train.max_mismatch_kl once.
+
+    Not called for steps that a restart trains again.
+    """
+    bound = session.config.train.max_mismatch_kl
     run_log = session.run_log
-    drops = settings.on_mismatch == "drop"
     for sender_id, mean in statistics.flag_senders().items():
         sender = Sender(sender_id)
         initial = statistics.initial(sender_id)
-        event = {"step": step, "mismatch_kl": mean, "initial_kl": initial, "dropped": drops}
+        event = {"step": step, "mismatch_kl": mean, "initial_kl": initial}
         is_logged = run_log.event("mismatch", **sender.fields, **event)
-        remedy = "Start it with another model.dtype or device, or set train.on_mismatch = drop"
-        if drops:
-            admission.flagged.add(sender_id)
-            remedy = (
-                f"Its groups are dropped until {sender.name} is started with another model.dtype"
-            )
-        # Such a first mismatch is no fault of the generator.
-        if initial <= 0.25 * settings.max_mismatch_kl:
+        remedy = "Start it with another model.dtype or device"
+        if initial <= 0.25 * bound:
             remedy = f"It was {initial:.2g} in its first step: lower train.learning_rate"
-            remedy += "; its groups are dropped until it is started again" if drops else ""
         if is_logged:
             run_log.note(
                 f"the logprobs of generator {sender.name} differ from the trainer's: mismatch_kl "
-                f"{mean:.3g} over its last {WINDOW} steps, bound {settings.max_mismatch_kl:g} "
+                f"{mean:.3g} over its last {WINDOW} steps, bound {bound:g} "
                 f"(train.max_mismatch_kl). {remedy}"
             )

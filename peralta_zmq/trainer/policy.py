@@ -132,7 +132,7 @@ def open_store(config: Config) -> WeightStore:
             f"weights.dir {config.weights.dir} is an address for generators only; on the "
             "trainer set weights.dir to a folder, and weights.serve_port to serve it over HTTP"
         )
-    addresses.read_private_token(config.weights.token_file)  # a bad file raises before any write
+    addresses.read_private_token(config.security.token_file)  # a bad file raises before any write
     return WeightStore.open(config.weights_address)
 
 
@@ -152,7 +152,7 @@ class PolicyPublisher:
         self._cause: BaseException | None = None  # of the failure
         config = session.config
         weights = session.config.weights
-        token = addresses.read_private_token(weights.token_file)
+        token = addresses.read_private_token(config.security.token_file)
         if weights.serve_port:
             folder = config.weights_folder
             port = weights.serve_port
@@ -163,7 +163,6 @@ class PolicyPublisher:
             companions=policy.companions,
             about=self._manifest_fields,  # read for each version; `publish` sets the lineage
             retention=Retention(weights.keep_last, weights.keep_interval, weights.keep_seconds),
-            keyframe_interval=weights.keyframe_interval,
             max_mbit_per_s=weights.max_mbit_per_s,
             before_write=session.address_file.check,
             on_published=self.announce,

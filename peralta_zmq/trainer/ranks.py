@@ -52,11 +52,11 @@ def is_leader() -> bool:
 def join(config: Config) -> tuple[Config, Ranks]:
     """Connect to the other ranks, if any; return rank 0's settings and the ranks.
 
-    A follower keeps its own device and `train.num_workers`. Raises ConfigError or RankError.
+    A follower keeps its own device and `run.num_workers`. Raises ConfigError or RankError.
     """
     rank_here, num_ranks_here = local_rank(os.environ) or (0, 1)
     # All worker processes of all ranks on this machine share its cores.
-    models.use_threads(config.train.num_workers * num_ranks_here)
+    models.use_threads(config.run.num_workers * num_ranks_here)
     if local_rank(os.environ) is None:
         return config, SINGLE
     device = models.choose_device(config.model.device)
@@ -69,8 +69,8 @@ def join(config: Config) -> tuple[Config, Ranks]:
         return config, ranks
     leading = Config.model_validate_json(ranks.receive_command()["payloads"][0])
     model = leading.model.model_copy(update={"device": str(device)})
-    train = leading.train.model_copy(update={"num_workers": config.train.num_workers})
-    return leading.model_copy(update={"model": model, "train": train}), ranks
+    run = leading.run.model_copy(update={"num_workers": config.run.num_workers})
+    return leading.model_copy(update={"model": model, "run": run}), ranks
 
 
 def check_supports_ranks(config: Config, device: torch.device) -> None:

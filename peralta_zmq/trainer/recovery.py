@@ -209,7 +209,7 @@ class Recovery:
     # 3. to 5.
 
     def finish(self) -> bool:
-        """Correct the run log, return problems, publish; False if a stop has ended the replay."""
+        """Correct the run log and publish; False if a stop has ended the replay."""
         if not self.is_replayed:
             return False
         step = self.policy.learner.step
@@ -223,20 +223,9 @@ class Recovery:
             )
         self.publishing.record_unrecorded()
         self.collector.admission.abandoned = wait_out(lambda: abandoned_weights(folder, step))
-        self._return_problems(step)
         self._report(step)
         self._publish(step)
         return True
-
-    def _return_problems(self, step: int) -> None:
-        config = self.session.config
-        num_returned = self.collector.curriculum.pools.return_to_normal(
-            easy_fraction=config.curriculum.easy_fraction,
-            hard_fraction=config.curriculum.hard_fraction,
-            seed=config.run.seed + step,
-        )
-        if num_returned:
-            self.session.run_log.event("pool_returned", problems=num_returned)
 
     def _report(self, step: int) -> None:
         run_log = self.session.run_log

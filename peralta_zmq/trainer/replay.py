@@ -37,7 +37,6 @@ from peralta_zmq.observe.metrics import EVENTS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
-from peralta_zmq.trainer.collector import size_of, step_size
 from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.ranks import (
     PolicyLearner,
@@ -179,7 +178,7 @@ def _read_step(
     ]
     groups = [group for group in decoded if isinstance(group, RolloutGroup)]
     num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
-    is_full = sum(size_of(config, group) for group in groups) >= step_size(config)
+    is_full = sum(len(group.rollouts) for group in groups) >= config.train.batch_size
     # As in recovery.py: refused groups were part of the batch, so a batch that is not full
     # without them is trained, except in the newest step: it may never have been complete.
     if not is_full and is_newest:

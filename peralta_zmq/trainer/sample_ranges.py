@@ -91,7 +91,7 @@ def range_size(
     begins the next one: its share of `max_async_level` + 1 weight versions. More if only a fraction
     of the problems is in use.
     """
-    groups = max(config.groups_per_step, groups_in_step) * config.curriculum.oversampling_factor
+    groups = max(config.groups_per_step, groups_in_step)
     num_steps = (config.train.max_async_level + 1) * config.weights.interval
     share = math.ceil(groups / max(1, num_generators)) * num_steps
     return min(MAX_RANGE, math.ceil(max(MIN_RANGE, share) / max(fraction_in_use, 1e-6)))

@@ -240,9 +240,7 @@ def open_run_folder(
         config.run.report_to,
         folder=folder,
         run_id=run_id,
-        project=config.run.project,
-        title=config.run.report_name,
-        interval=config.run.report_interval,
+        project=os.environ.get("WANDB_PROJECT") or "peralta_zmq",
         settings=settings,
     )
     journal = stack.enter_context(
@@ -415,7 +413,6 @@ def open_sockets(
         address,
         run_id=run_id,
         limits=limits,
-        hwm=config.wire.hwm,
         authenticator=authenticator,
     )
     stack.enter_context(closing(receiver))
@@ -447,7 +444,7 @@ def open_sockets(
 def open_dashboard(config: Config, stack: ExitStack, run_log: RunLog) -> None:
     """Serve the dashboard in a thread; report a failure and continue without it."""
     settings = config.dashboard
-    if not settings.enabled:
+    if settings.port is None:
         return
     try:
         from peralta_zmq.observe.dashboard.app import Dashboard

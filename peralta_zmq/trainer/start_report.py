@@ -63,10 +63,10 @@ def start_lines(
 
 def _task_text(env: EnvSection, train: Environments) -> str:
     """Name of an environment and its reward."""
-    reward = ", ".join(env.reward_functions) or env.reward
+    reward = ", ".join(env.reward)
     if env.address is not None:
         reward = "of the verifier"
-    elif reward is None and env.task_name == "rows":
+    elif not reward and env.task_name == "rows":
         problems = [problem for problem in train.problems if problem.task == env.label]
         reward = f"answer_match ({rows_task.answer_forms(problems)})"
     return f"{env.label}, reward {reward or 'of the task'}"

@@ -154,9 +154,7 @@ class Trainer:
             self.policy.learner.add(groups)
             result = self.finish_step(repeated=update)
             self.record(result, step_time=0.0)
-        config = self.session.config.eval
-        if recovery.finish() and self.session.run_log.resuming and not config.skip_eval_on_resume:
-            self.evaluations.request(self.step)
+        recovery.finish()
 
     def describe(self, reasons: Mapping[str, str]) -> None:
         """Print what a new run will do; `reasons` as in `start_lines`."""
@@ -200,7 +198,7 @@ class Trainer:
         failpoint("trainer.collected")  # a test can kill the process at any failpoint
         result = self.finish_step()
         failpoint("trainer.stepped")
-        report_mismatches(self.mismatch, self.session, collector.admission, step=self.step)
+        report_mismatches(self.mismatch, self.session, step=self.step)
         publish_seconds = self.publish() if self._is_publish_due else 0.0
         timings = {
             "queue/depth": collector.queue_depth,
@@ -307,11 +305,8 @@ class Trainer:
 
     def _index_of_sample(self, groups: Sequence[RolloutGroup]) -> int:
         """Index of the group for the trackers; depends only on settings, groups and step."""
-        config = self.session.config
-        rewards = [group.mean_reward for group in groups]
-        if config.log.samples == "random":
-            return random.Random(f"{config.run.seed}/{self.step}").randrange(len(groups))
-        return rewards.index(max(rewards) if config.log.samples == "best" else min(rewards))
+        seed = self.session.config.run.seed
+        return random.Random(f"{seed}/{self.step}").randrange(len(groups))
 
     def finish(self) -> None:
         """Write a checkpoint.

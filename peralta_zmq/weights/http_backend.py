@@ -58,7 +58,7 @@ class HttpBackend:
         if status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError(path)
         if status == HTTPStatus.UNAUTHORIZED:
-            raise PermissionError(f"{self.address} requires the password in weights.token_file")
+            raise PermissionError(f"{self.address} requires the password in security.token_file")
         if status != (HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK):
             raise OSError(f"{self.address} returned HTTP status {status} for {path}")
 

@@ -68,7 +68,7 @@ def serve_weights(
         [Route("/", list_versions), Route("/{path:path}", send_file)],
         listening=open_port(host, port, token=token, settings=("wire.bind", "weights.serve_port")),
         token=token,
-        token_setting="weights.token_file",
+        token_setting="security.token_file",
         refuse=lambda request, error: Response(status_code=error.status_code),
         limits=limits,
     )

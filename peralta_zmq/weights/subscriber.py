@@ -60,7 +60,7 @@ class WeightSubscriber:
         store: WeightStore,
         folder: Path,
         *,
-        poll_seconds: float,
+        poll_seconds: float = 2.0,
         watch: Path | None = None,
         first_poll_seconds: float = 0.2,  # between polls until the first version is found
         offline_seconds: float = 5.0,  # without a store, until an earlier replica is offered

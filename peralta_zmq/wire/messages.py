@@ -433,17 +433,14 @@ def check_num_rollouts(task: str, columns: Columns, limits: GroupLimits) -> None
     if (num_rollouts := limits.num_rollouts.get(task)) is None:
         raise ValueError(f"unknown environment '{task:.64}' (env.name)")
     if num_rollouts != len(columns.turns) >> 1:  # 2 bytes for each rollout
-        raise ValueError(
-            f"not {num_rollouts} rollouts (sampling.num_generations or env.num_generations)"
-        )
+        raise ValueError(f"not {num_rollouts} rollouts (sampling.num_generations, of the env too)")
 
 
 def check_counts(columns: Columns, limits: GroupLimits) -> None:
     count = len(columns.turns) >> 1  # 2 bytes for each rollout
     if count > limits.max_rollouts:
         raise ValueError(
-            f"more than {limits.max_rollouts} rollouts (sampling.num_generations or "
-            "env.num_generations)"
+            f"more than {limits.max_rollouts} rollouts (sampling.num_generations, of the env too)"
         )
     if len(columns.spans) > 8 * MAX_COUNT or len(columns.policy_steps) > 8 * MAX_COUNT:
         raise ValueError(f"more than {MAX_COUNT} turns or changes of the policy step")

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from config_files import refusal, toml_refusal
 
-from peralta_zmq.config.foreign_names import EXPLANATIONS, NAMES, RIGHT_NAMES
+from peralta_zmq.config.foreign_names import EXPLANATIONS, NAMES, REMOVED, RIGHT_NAMES
 from peralta_zmq.config.schema import known_fields
 
 
 @pytest.mark.parametrize(("flag", "value", "expected"), [
     ("train.max-step", "3", "train.max_step = '3'; did you mean train.max_steps?"),
-    ("log.qqq", "1", "log.qqq = '1'; the settings of [log] are level, samples"),
+    ("log.qqq", "1", "log.qqq = '1'; the settings of [log] are level"),
     ("ckpt.interval", "3", "ckpt.interval = '3'; did you mean checkpoint.interval?"),
     ("train.temperature", "1",
-     "train.temperature = '1'; 'temperature' is a setting of [sampling] and [eval] here"),
+     "train.temperature = '1'; 'temperature' is a setting of [sampling] here"),
     ("num_epochs", "3",
      "num_epochs = '3'; a run is counted in steps: train.max_steps = epochs x problems x "
      "sampling.num_generations / train.batch_size"),
@@ -26,6 +26,12 @@ from peralta_zmq.config.schema import known_fields
     ("train.group-size", "8",
      "train.group_size = '8'; 'group_size' is called 'num_generations' here, in "
      "[sampling]: write sampling.num_generations"),
+    ("loss.c-clip", "3",
+     "loss.c_clip = '3'; this setting was removed: use loss.delta, which limits the loss in the "
+     "same way"),
+    ("filter.overlong.enforce", "true",
+     "filter.overlong = {'enforce': 'true'}; this setting was removed: write filter.count or "
+     'filter.remove = ["overlong"]'),
 ])  # fmt: skip
 def test_unknown_option_names_the_right_setting(flag: str, value: str, expected: str) -> None:
     assert refusal(f"--{flag}", value) == f"unknown setting {expected}"
@@ -37,7 +43,10 @@ def test_unknown_option_names_the_right_setting(flag: str, value: str, expected:
     ("[xyz]", "section [xyz]; the sections are run, model, task, data, curriculum, "),
     ("[[env]]\nadress = 'x'", "setting adress in [[env]]; did you mean address?"),
     ("[[env]]\nq = 1", "setting q in [[env]]; the settings there are train, eval, "),
-    ("[filter.gibberish]\nq = 1", "setting q in [filter.gibberish]; the settings there are "),
+    ("[[env]]\nreward_functions = ['regex']",
+     "setting reward_functions in [[env]]; this setting was removed: list the functions in reward"),
+    ("[train]\nnum_workers = 2",
+     "setting train.num_workers = 2; this setting was removed: use run.num_workers"),
 ])  # fmt: skip
 def test_unknown_key_in_file_names_the_right_setting(
     text: str, expected: str, tmp_path: Path
@@ -72,6 +81,7 @@ def test_foreign_name_leads_to_our_setting(right: str, foreign: str) -> None:
 def test_foreign_names_lead_to_existing_settings() -> None:
     known = {f"{section}.{leaf}" for section, leaves in known_fields().items() for leaf in leaves}
     assert set(NAMES["settings"]) <= known
+    assert not known & REMOVED.keys()
 
 
 def test_foreign_names_are_unique() -> None:

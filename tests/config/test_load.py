@@ -29,7 +29,7 @@ def test_load_accepts_each_default_on_the_command_line() -> None:
         f"--{name}.{leaf.replace('_', '-')}={default_text(field)}"
         for name, section in section_models().items()
         for leaf, field in section.model_fields.items()
-        if not row_model_of(field)
+        if not row_model_of(field) and (name, leaf) != ("eval", "sampling")  # a table
     ]
     assert load(*arguments) == Config()
 
@@ -42,7 +42,7 @@ def test_number_of_bits_is_one_of_two(value: str) -> None:
 
 def test_switch_without_default_can_be_set() -> None:
     for value in (True, False):
-        loss = load(f"--loss.use-bias-correction-kl={value}").loss
+        loss = load(f"--loss.use-bias-correction-kl={value}", "--loss.beta=0.1").loss
         assert loss.use_bias_correction_kl is value
 
 
@@ -92,7 +92,7 @@ def test_calculator_file_has_the_original_settings() -> None:
     assert (train.learning_rate, train.lr_scheduler_type) == (2e-6, "constant")
     assert train.max_grad_norm == 0.5
     assert (config.loss.name, config.advantage.name) == ("reinforce", "group_mean")
-    assert (config.data.train, config.data.eval, config.wire.hwm) == ("math_1k", "math_250", 12)
+    assert (config.data.train, config.data.eval) == ("math_1k", "math_250")
 
 
 def test_calculator_file_prompt_has_a_correct_example() -> None:
@@ -142,7 +142,7 @@ def test_switch_may_have_a_value_of_its_own() -> None:
      "--model is a section; did you mean --model.name Qwen/Qwen3-0.6B?"),
     (["--data", "my.jsonl"], "--data is a section; did you mean --data.train my.jsonl?"),
     (["--loss"], "--loss is a section; did you mean --loss.name VALUE?"),
-    (["--log", "5"], "--log is a section; its settings: level, samples"),
+    (["--log", "5"], "--log is a section; its settings: level"),
 ])  # fmt: skip
 def test_option_that_is_a_section_names_the_setting(arguments: list[str], expected: str) -> None:
     assert refusal(*arguments) == expected
@@ -158,7 +158,7 @@ def test_no_steps_name_the_program_that_only_evaluates() -> None:
 def test_value_for_a_section_is_refused(tmp_path: Path) -> None:
     assert toml_refusal(tmp_path, 'loss = "grpo"').startswith("'loss' is a section, not a setting")
     message = toml_refusal(tmp_path, "log = 5")
-    assert message == "'log' is a section, not a setting (log = 5); its settings: level, samples"
+    assert message == "'log' is a section, not a setting (log = 5); its settings: level"
 
 
 def test_missing_file_names_the_nearest_file() -> None:

@@ -181,7 +181,7 @@ def test_help_of_a_command_may_have_a_topic() -> None:
 def test_help_of_the_losses_has_the_settings_of_the_section() -> None:
     printed, ended = run_and_list_imports("trainer", "--help", "loss")
     assert ended == "0 []"
-    assert "--loss.epsilon-high " in printed and "loss.objective, per token:" in printed
+    assert "--loss.epsilon-high " in printed and "objectives, per token:" in printed
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -15,8 +15,6 @@ from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.errors import ConfigError
 
-COSINE = ("--sampling.temp-scheduler", "cosine")
-
 
 @settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -28,20 +26,28 @@ def test_toml_text_preserves_any_text(text: str) -> None:
 
 def test_toml_text_preserves_tables(tmp_path: Path) -> None:
     config = load(
-        *("--loss.kwargs", '{"a b": "x\\"y", "c": {"d": [1, 2.5, true]}}', "--filter.overlong"),
-        *("--filter.repetition.window=7", "--filter.gibberish.enforce"),
+        *("--loss.name", "my.loss"),
+        *("--loss.kwargs", '{"a b": "x\\"y", "c": {"d": [1, 2.5, true]}}'),
+        *("--filter.count", "overlong,my.filters.own", "--filter.remove", "gibberish"),
+        *("--filter.kwargs", '{"my.filters.own": {"limit": 3}}'),
         *("--loss.epsilon-high", "0.3", "--no-eval.eval-base-model"),
-        *("--filter.custom", '{"my.filters.own": {"enforce": true, "kwargs": {"limit": 3}}}'),
     )
     write_resolved(config, tmp_path)
     again = load("@", str(tmp_path / "config.toml"))
     assert again == config
     assert again.loss.kwargs == {"a b": 'x"y', "c": {"d": [1, 2.5, True]}}
-    overlong, repetition, gibberish = (
-        getattr(again.filter, name) for name in ("overlong", "repetition", "gibberish")
-    )
-    assert (overlong.enforce, repetition.window, gibberish.enforce) == (False, 7, True)
-    assert again.filter.custom["my.filters.own"].kwargs == {"limit": 3}
+    assert again.filter.count == ("overlong", "my.filters.own")
+    assert again.filter.kwargs["my.filters.own"] == {"limit": 3}
+
+
+def test_settings_of_a_named_loss_are_not_those_of_the_next_one(tmp_path: Path) -> None:
+    config = load("--loss.name=gspo", "--loss.epsilon=0.1", "--loss.beta=0")
+    assert (config.loss.aggregation, config.loss.epsilon_high) == ("rollout", 4e-4)
+    write_resolved(config, tmp_path)
+    file = str(tmp_path / "config.toml")
+    assert load("@", file) == config
+    other = load("@", file, "--loss.name=dapo").loss
+    assert (other.aggregation, other.epsilon, other.epsilon_high) == ("token", 0.1, None)
 
 
 def test_write_resolved_has_every_setting(tmp_path: Path) -> None:
@@ -50,6 +56,7 @@ def test_write_resolved_has_every_setting(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["config.toml"]
     written = tomli.loads((folder / "config.toml").read_text())
     known = {section: set(leaves) - {"env"} for section, leaves in known_fields().items()}
+    known["loss"] = set()  # the defaults of a named loss are not written
     assert {section: set(leaves) for section, leaves in written.items()} == known
 
 
@@ -87,7 +94,7 @@ def test_earlier_config_refuses_a_fork_to_an_existing_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize("argument", [
     "--run.seed=0",  # unchanged
     "--run.dir=elsewhere", "--run.num-local-generators=3", "--log.level=debug",
-    "--generator.name=x", "--wire.port=6000", "--train.num-workers=3", "--train.max-steps=81",
+    "--generator.name=x", "--wire.port=6000", "--run.num-workers=3", "--train.max-steps=81",
     "--no-eval.eval-base-model", "--checkpoint.interval=5", "--weights.keep-last=9",
     "--model.device=cpu", "--train.learning-rate=1e-4", "--train.lr-scheduler-type=constant",
     "--train.warmup-steps=3", "--train.max-steps=59", "--train.adam-beta1=0.8",
@@ -102,7 +109,7 @@ def test_earlier_config_accepts_free_settings(argument: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("argument", [
     "--run.seed=1", "--model.name=other", "--model.dtype=float32", "--task.name=other",
     "--data.train=math_10k", "--sampling.temperature=0.9", "--engine.slots=2",
-    "--loss.epsilon=0.1", "--advantage.name=group_zscore", "--train.optim=adamw_bf16",
+    "--loss.epsilon-high=0.1", "--advantage.name=group_zscore", "--train.optim=adamw_bf16",
     # The replay of the journal has to repeat the bits of the published weights.
     "--train.max-tokens-per-microbatch=512", "--train.gradient-checkpointing",
 ])  # fmt: skip
@@ -110,16 +117,6 @@ def test_earlier_config_refuses_changed_learning(argument: str, tmp_path: Path) 
     write_resolved(Config(), tmp_path)
     with pytest.raises(ConfigError, match="made with other settings"):
         earlier_config(load(argument), tmp_path)
-
-
-@pytest.mark.parametrize("max_steps", [79, 81])
-def test_earlier_config_refuses_other_steps_with_schedule(max_steps: int, tmp_path: Path) -> None:
-    scheduled = (*COSINE, "--sampling.temp-start", "1", "--sampling.temp-end", "0.5")
-    write_resolved(load(*scheduled), tmp_path)
-    assert earlier_config(load(*scheduled), tmp_path) == load(*scheduled)
-    reason = rf"train\.max_steps 80 -> {max_steps} \(sampling\.temp_scheduler ends there\)"
-    with pytest.raises(ConfigError, match=reason):
-        earlier_config(load(*scheduled, "--train.max-steps", str(max_steps)), tmp_path)
 
 
 def test_earlier_config_names_damaged_file_and_remedies(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_moved_row_keeps_sampling_parameters_list_and_stop_string(tokenizer: Any
     assert rows.remove(0) == 1  # row 1 moves to the place of row 0
     rows.start(Request(2, prompt))  # in row 1, where the options were
     ((own_options, own_rows), (default, default_rows)) = sorted(
-        rows.by_sampling(0, step=0), key=lambda pair: pair[0].temperature
+        rows.by_sampling(0), key=lambda pair: pair[0].temperature
     )
     assert (own_options.temperature, default.temperature) == (0.5, 1.0)
     assert (list(own_rows), list(default_rows)) == ([0], [1])  # type: ignore[arg-type]

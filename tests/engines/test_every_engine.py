@@ -49,7 +49,7 @@ from peralta_zmq.errors import ConfigError, EngineError, StoreError
 from peralta_zmq.models import lora
 from peralta_zmq.models.frozen_base import load_base_weights
 from peralta_zmq.registry import Engine, WeightUpdate
-from peralta_zmq.rollout import Completion, Request, Sampling, TemperatureSchedule
+from peralta_zmq.rollout import Completion, Request, Sampling
 
 # Settings that the model of an engine needs, because it reads no others.
 SETTINGS = {
@@ -500,33 +500,6 @@ def test_swap_in_flight_applies_from_the_next_token_on(family: str, opener: Open
     for each in completions[:2]:
         steps = [6] * before + [7] * (len(each.token_ids) - before)
         assert each.policy_steps.tolist() == steps
-
-
-COOLING = TemperatureSchedule("cosine", start=1.3, end=0.4, max_steps=9)
-
-
-@pytest.mark.parametrize("options", ["plain", "top_p", "min_tokens"])
-def test_scheduled_temperature_follows_the_step_of_the_weights(
-    options: str, opener: Opener
-) -> None:
-    """Equal weights with another step: every ratio must be 1."""
-    sampling = Sampling(**OPTIONS[options], schedule=COOLING, max_completion_length=12)
-    if is_refused(opener, "all", sampling):
-        return
-    engine, calls = opener(sharp_model(), step=1), list[int]()
-
-    def next_step() -> None:
-        calls.append(1)
-        if len(calls) in (1, 4, 6):
-            engine.apply(update(engine.step + 2, sharp_model()))
-
-    completions = sampled(engine, sampling, requests(siblings=2), between_steps=next_step)
-    assert len({step for each in completions for step in each.policy_steps.tolist()}) > 2
-    temperatures = list[torch.Tensor]()
-    for each in completions:
-        steps = [0] * len(each.prompt_ids) + each.policy_steps.tolist()
-        temperatures.append(torch.tensor([[COOLING(step) for step in steps]]))
-    assert_exact_logprobs(completions, trainer_logprobs(sharp_model(), completions, temperatures))
 
 
 def adapter_of(model: Any, seed: int) -> dict[str, torch.Tensor]:

@@ -216,18 +216,3 @@ def test_saved_pools_are_restored_without_missing_problems() -> None:
     assert again.saved() == pools.saved() == {"easy": ["a"], "hard": ["b"]}
     assert again.excluded == pools.excluded
     assert other.saved() == {"easy": [], "hard": ["b"]}
-
-
-@pytest.mark.parametrize(
-    ("easy", "hard", "sizes"), [(0, 0, (40, 20)), (0.5, 0.1, (20, 18)), (1, 1, (0, 0))]
-)
-def test_return_to_normal_moves_the_fractions(
-    easy: float, hard: float, sizes: tuple[int, int]
-) -> None:
-    names = [str(number) for number in range(100)]
-    pools = DifficultyPools(names, easy_threshold=0.8, hard_threshold=0.2)
-    for number, name in enumerate(names):
-        pools.update(name, 1.0 if number < 40 else 0.0 if number < 60 else 0.5)
-    num_returned = pools.return_to_normal(easy_fraction=easy, hard_fraction=hard, seed=3)
-    assert (pools.sizes()["easy"], pools.sizes()["hard"]) == sizes
-    assert num_returned == 60 - sum(sizes)

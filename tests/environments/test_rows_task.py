@@ -163,7 +163,7 @@ def test_function_of_trl_gets_messages_for_chats(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     write_rows(tmp_path / "my.jsonl", [FORMS["trl"]] * 2)
-    config = load("--data.train", "my.jsonl", "--task.reward-functions", "my_rewards.py:chats")
+    config = load("--data.train", "my.jsonl", "--task.reward", "my_rewards.py:chats")
     with closing(open_environments(config, "train")) as environments:
         assert environments.reward(environments.problems[0], "4") == 1.0
 

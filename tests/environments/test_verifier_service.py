@@ -22,7 +22,7 @@ from verifier_servers import PROBLEM, remote, reward_of, serving
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments import calculator
-from peralta_zmq.environments.dataset import check_ids, load_problems
+from peralta_zmq.environments.dataset import labeled_problem, load_problems
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.environments.verifier_service import MAX_REQUEST_BYTES, Verifier
 from peralta_zmq.errors import ConfigError, PeraltaError, RewardError, TaskError
@@ -170,7 +170,7 @@ TURNS = """
 [[env]]
 name = "game"
 task = "turns_task:"
-reward_functions = ["task", "turns_task:contents"]
+reward = ["task", "turns_task:contents"]
 """
 
 
@@ -272,13 +272,13 @@ def test_health_lists_environments_and_queue(verifier: Verifier) -> None:
 def test_request_without_password_is_refused() -> None:
     with serving(load_config("bin/verifier", []), token=TOKEN) as verifier:
         assert request(verifier.port, "GET", "/healthz")[0] == 401
-        with pytest.raises(TaskError, match=r"401.*verifier\.token_file"):
+        with pytest.raises(TaskError, match=r"401.*security\.token_file"):
             remote(verifier).problems("train", 0)
         assert len(list(remote(verifier, token=TOKEN).problems("eval", 0))) == 250
 
 
 def test_public_address_without_password_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"verifier\.port: .* 0\.0\.0\.0 .*verifier\.token_file"):
+    with pytest.raises(ConfigError, match=r"verifier\.port: .* 0\.0\.0\.0 .*security\.token_file"):
         Verifier(load_config("bin/verifier", []), host="0.0.0.0", port=0, token=None)
 
 
@@ -327,61 +327,19 @@ def test_environment_with_address_uses_its_verifier(tmp_path: Path) -> None:
         assert far.reward(far.problems[1000], "") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("keys", "rows", "num_ids"),
-    [("task,prompt", "2,two\n2,two", 1), ("prompt", "2,two\n2,two", 1),
-     ("prompt,answer", "2,two\n3,two", 2)],
-)  # fmt: skip
-def test_hash_keys_define_equal_problems(
-    tmp_path: Path, keys: str, rows: str, num_ids: int
-) -> None:
-    file = tmp_path / "x.csv"
-    file.write_text(f"python_expression,natural_language\n{rows}\n")
-    config = config_of(
-        tmp_path, CALCULATOR + f'train = "{file}"\n[curriculum]\nhash_keys = "{keys}"\n'
-    )
-    problems = open_environments(config, "train").problems
-    assert len({problem.id for problem in problems}) == num_ids
-
-
-@pytest.mark.parametrize(("rows", "remedy"), [
-    ([("2", {}), ("3", {}), ("2", {})], "add answer to curriculum.hash_keys"),
-    ([("", {"n": 1}), ("", {"n": 2}), ("", {"n": 2})], "add id to curriculum.hash_keys"),
-    ([("", {"n": 1}), ("", {"n": 2}), ("", {"n": 3})], "give them other prompts"),
-    ([("2", {"row": 1}), ("2", {"row": 2})], None),  # one problem, listed twice
+@pytest.mark.parametrize(("first", "second", "num_ids"), [
+    (("2", {}), ("2", {}), 1),
+    (("2", {"row": 1}), ("2", {"row": 2}), 1),  # one problem, listed twice
+    (("2", {}), ("3", {}), 2),
+    (("", {"n": 1}), ("", {"n": 1}), 1),
+    (("", {"n": 1}), ("", {"n": 2}), 2),
 ])  # fmt: skip
-def test_other_problems_with_equal_ids_are_refused(
-    rows: list[tuple[str, dict[str, int]]], remedy: str | None
+def test_problems_are_equal_if_prompt_and_answer_are(
+    first: tuple[str, dict[str, int]], second: tuple[str, dict[str, int]], num_ids: int
 ) -> None:
-    problems = [
-        replace(PROBLEM, id=str(min(info.get("n", 0), 2)), answer=answer, info=info)
-        for answer, info in rows
-    ]
-    problems.append(replace(PROBLEM, messages=(Message("user", "another"),), answer="9"))
-    if remedy is None:
-        return check_ids(problems, "g", ("task", "prompt"))
-    with pytest.raises(TaskError) as caught:
-        check_ids(problems, "g", ("task", "prompt"))
-    assert str(caught.value) == (
-        "3 problems of environment 'g' share their ids with problems that have another answer or "
-        f"other data (curriculum.hash_keys task,prompt); {remedy}"
-    )
-
-
-def test_verifier_refuses_other_problems_with_equal_ids(tmp_path: Path) -> None:
-    """It would compute rewards with the answer of another problem."""
-    file = tmp_path / "x.csv"
-    file.write_text("python_expression,natural_language\n2,two\n3,two\n")
-    config = config_of(tmp_path, CALCULATOR + f'train = "{file}"\n')
-    with pytest.raises(TaskError, match=r"^2 problems .*; add answer to curriculum\.hash_keys$"):
-        Verifier(config, host="127.0.0.1", port=0, token=None)
-
-
-def test_default_hash_keys_keep_ids_of_the_task() -> None:
-    environments = open_environments(load_config("bin/x", []), "train")
-    assert [problem.id for problem in environments.problems] == [
-        problem.id for problem in calculator.problems("train", 0)
-    ]
+    """A verifier would compute rewards with the answer of another problem."""
+    problems = [replace(PROBLEM, answer=answer, info=info) for answer, info in (first, second)]
+    assert len({labeled_problem(problem, "g").id for problem in problems}) == num_ids
 
 
 def test_unknown_task_is_refused(tmp_path: Path) -> None:

@@ -393,7 +393,7 @@ class EvaluatedLoop(Loop):
         sections = {"train": {"batch_size": 126}, "sampling": TRAINING, **sections}
         sections["eval"] = {
             "cancel_inflight_rollouts_on_eval": cancel, "num_examples": 3,
-            "max_completion_length": 4,
+            "sampling": {"max_completion_length": 4},
         }  # fmt: skip
         return self.run(reward, **sections)
 

@@ -126,23 +126,15 @@ def test_pacer_gives_a_starved_or_silent_trainer_one_more_group(clock: list[floa
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
-    ("factor", "by_tokens", "in_step", "groups"),
+    ("follows", "in_step", "groups"),
     [
-        (1.0, False, 0, 4),
-        (1.5, False, 0, 6),
-        (1.1, False, 0, 5),  # 4.4
-        (1.0, False, 10, 4),  # the settings count, whatever a step consumed
-        (1.0, True, 0, 4),  # before the first step
-        (1.0, True, 10, 10),
-        (1.5, True, 10, 15),
+        (False, 10, 4),  # the settings count, whatever a step consumed
+        (True, 0, 4),  # before the first step
+        (True, 10, 10),
     ],
 )
-def test_pacer_scales_the_groups_of_a_step(
-    factor: float, by_tokens: bool, in_step: int, groups: int
-) -> None:
-    pacer = SamplingPacer(
-        4, name="g0", max_async_level=0, oversampling_factor=factor, follow_step_size=by_tokens
-    )
+def test_pacer_follows_the_groups_of_a_step(follows: bool, in_step: int, groups: int) -> None:
+    pacer = SamplingPacer(4, name="g0", max_async_level=0, follow_step_size=follows)
     assert num_allowed(pacer, groups_in_step=in_step) == groups
 
 

@@ -15,12 +15,13 @@ from learners import demonstrations_of, identical, weights
 from sample_data import siblings, tiny_learner, tiny_model
 from torch import Tensor
 
+from peralta_zmq.config.objective_sections import LossSection
 from peralta_zmq.learning.advantages import Filter, overlong
 from peralta_zmq.learning.learner import Learner, StepResult
-from peralta_zmq.learning.losses import TokenLoss, Tokens, preset, with_entropy_bonus
+from peralta_zmq.learning.losses import TokenLoss, Tokens, make_loss, preset, with_entropy_bonus
 from peralta_zmq.learning.packing import Packing, full_micro_batch
 from peralta_zmq.learning.reference_models import PolicyCopy
-from peralta_zmq.learning.unusable_groups import MISMATCH
+from peralta_zmq.learning.update import MISMATCH
 from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import Rollout, RolloutGroup
 
@@ -81,7 +82,7 @@ def metrics_of(result: StepResult) -> dict[str, float]:
 LOSSES: dict[str, tuple[str, TokenLoss]] = {
     "token": ("tokens", preset("dapo")),
     "rollout": ("rollouts", preset("grpo")),
-    "constant": ("rollouts", preset("dr_grpo", max_completion_length=12)),
+    "constant": ("rollouts", make_loss(LossSection(name="dr_grpo"), max_completion_length=12)),
     "sum": ("rollouts", preset("luspo")),
     "masks": ("tokens", preset("importance")),
     "rollout_level": ("rollouts", preset("gspo")),

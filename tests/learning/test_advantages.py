@@ -12,7 +12,6 @@ from sample_data import group_of, rollout_with
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning.advantages import (
     Filter,
-    RewardShaping,
     advantages_of,
     apply_filters,
     gibberish,
@@ -22,6 +21,7 @@ from peralta_zmq.learning.advantages import (
     length_weighted,
     max_rl,
     mean_advantages,
+    normalized_rewards,
     overlong,
     repetition,
     token_advantages,
@@ -39,23 +39,16 @@ HALF = [0.5, -0.5, -0.5, 0.5]
     [
         (group_mean, REWARDS, HALF),
         (group_mean, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
-        (group_zscore, REWARDS, [1, -1, -1, 1]),  # mean .5, population deviation .5
-        # .5 / (.5 + .5) = .5
-        (functools.partial(group_zscore, eps=0.5), REWARDS, HALF),
-        # variance 4 * .25 / 3 = 1/3, so .5 / sqrt(1/3) = .8660254
-        (
-            functools.partial(group_zscore, ddof=1),
-            REWARDS,
-            [0.8660254, -0.8660254, -0.8660254, 0.8660254],
-        ),
+        # mean .5, variance 4 * .25 / 3 = 1/3, so .5 / (sqrt(1/3) + .0001) = .8658754
+        (group_zscore, REWARDS, [0.8658754, -0.8658754, -0.8658754, 0.8658754]),
         # 1 - (2 - 1) / 3 and 0 - 2 / 3
         (leave_one_out, REWARDS, [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
         (leave_one_out, [3, 1], [2, -2]),
-        # 2/3 / sqrt(1/3) = 1.1547005
+        # 2/3 / (sqrt(1/3) + .0001) = 1.1545006
         (
-            functools.partial(leave_one_out, scale_rewards="group", ddof=1),
+            functools.partial(leave_one_out, scale_rewards="group"),
             REWARDS,
-            [1.1547005, -1.1547005, -1.1547005, 1.1547005],
+            [1.1545006, -1.1545006, -1.1545006, 1.1545006],
         ),
         (functools.partial(group_zscore, scale_rewards="none"), REWARDS, HALF),
         (max_rl, [1, 0, 0, 0], [3, -1, -1, -1]),  # (1 - .25) / .25
@@ -82,13 +75,15 @@ def test_other_advantages_ignore_lengths(advantage: Any) -> None:
 def test_whitening_weights_rollouts_by_tokens() -> None:
     # tokens 1 1 1 0: mean .75, variance (3 * .0625 + .5625) / 4 = .1875, deviation .4330127
     # .25 / (.4330127 + .00001) and -.75 / (.4330127 + .00001)
-    scores = token_whitening([1, 0], [3, 1])
+    scores = token_whitening([1, 0], [3, 1], step_rewards=[1, 0], step_lengths=[3, 1])
     assert scores == pytest.approx([0.5773369, -1.7320108], abs=1e-7)
 
 
 def test_whitening_is_exact_for_large_rewards() -> None:
-    # float32 would see no difference: 1e6 + .01 is 1e6 there
-    assert token_whitening([1e6 + 0.01, 1e6], [1, 1], eps=0) == pytest.approx([1, -1], rel=1e-6)
+    # float32 would have a relative error of 1e-7 in the mean, and of .06 in the difference
+    rewards = [1e6 + 1, 1e6]
+    scores = token_whitening(rewards, [1, 1], step_rewards=rewards, step_lengths=[1, 1])
+    assert scores == pytest.approx([0.99998, -0.99998], rel=1e-7)  # .5 / (.5 + .00001)
 
 
 GROUPS = [group_of([1, 0], lengths=[2, 2]), group_of([5, 3, 4], lengths=[1, 1, 2])]
@@ -120,25 +115,18 @@ def test_step_without_signal_has_no_advantages(advantage: Any) -> None:
     assert advantages_of([group_of([1, 1]), group_of([0, 0])], advantage) == [[], []]
 
 
-SAMPLE_ZSCORE = functools.partial(group_zscore, ddof=1)
-
-
-@pytest.mark.parametrize("advantage", [group_mean, leave_one_out, SAMPLE_ZSCORE])
+@pytest.mark.parametrize("advantage", [group_mean, leave_one_out, group_zscore])
 def test_single_rollout_has_advantage_zero(advantage: Any) -> None:
     assert advantages_of([group_of([3])], advantage, keep_zero_std=True) == [[0]]
 
 
 # Sums of equal terms; the mean of three times .1 is .10000000000000002, and .1 + .2 is not .3.
 EQUAL = [[2.0, 2.0], [0.1, 0.1, 0.1], [0.1 + 0.2, 0.3], [0.0, 0.0], [-0.7 - 0.1, -0.8]]
-WITHOUT_EPS = [
-    functools.partial(function, eps=0, **options)
-    for function, options in [(group_zscore, {}), (group_zscore, {"ddof": 1}),
-                              (token_whitening, {}), (token_whitening, {"group_adv_norm": True})]
-]  # fmt: skip
+SCALED = [group_zscore, functools.partial(group_zscore, scale_rewards="batch"), token_whitening]
 
 
 @pytest.mark.parametrize("rewards", EQUAL)
-@pytest.mark.parametrize("advantage", [group_mean, leave_one_out, length_weighted, *WITHOUT_EPS])
+@pytest.mark.parametrize("advantage", [group_mean, leave_one_out, length_weighted, *SCALED])
 def test_rewards_equal_within_rounding_have_advantage_zero(
     advantage: Any, rewards: list[float]
 ) -> None:
@@ -149,34 +137,24 @@ def test_rewards_equal_within_rounding_have_advantage_zero(
 
 def test_whitening_normalizes_over_the_step() -> None:
     # tokens 1 1 0 0 5 3 4 4: mean 2.25, mean square 68/8 = 8.5, variance 8.5 - 5.0625 = 3.4375
-    whiten = functools.partial(token_whitening, eps=0.0)
-    deviation = math.sqrt(3.4375)
+    deviation = math.sqrt(3.4375) + 1e-5
     expected = [[-1.25, -2.25], [2.75, 0.75, 1.75]]
-    found = advantages_of(GROUPS, whiten)
+    found = advantages_of(GROUPS, token_whitening)
     assert [[each * deviation for each in group] for group in found] == [
         pytest.approx(group) for group in expected
     ]
 
 
-def test_whitening_with_group_adv_norm_normalizes_per_group() -> None:
-    # 1 1 0 0: mean .5, deviation .5; 5 3 4 4: mean 4, variance 2/4
-    whiten = functools.partial(token_whitening, eps=0.0, group_adv_norm=True)
-    first, second = advantages_of(GROUPS, whiten)
-    assert first == pytest.approx([1, -1])
-    assert second == pytest.approx([2**0.5, -(2**0.5), 0])
-
-
-@pytest.mark.parametrize("ddof", [0, 1])
-def test_batch_scale_is_that_of_all_rewards_of_the_step(ddof: int) -> None:
+def test_batch_scale_is_that_of_all_rewards_of_the_step() -> None:
     # rewards 1 0 | 5 3 4 | 2 2 (without signal): mean 17/7, squares 59 - 289/7 = 17.7142857
-    groups, deviation = [*GROUPS, group_of([2, 2])], math.sqrt(17.7142857 / (7 - ddof))
+    groups, deviation = [*GROUPS, group_of([2, 2])], math.sqrt(17.7142857 / 6)
     expected = [[0.5, -0.5], [1, -1, 0], []]
-    scaled = functools.partial(group_zscore, scale_rewards="batch", eps=0.5, ddof=ddof)
+    scaled = functools.partial(group_zscore, scale_rewards="batch")
     found = advantages_of(groups, scaled)
-    assert [[each * (deviation + 0.5) for each in group] for group in found] == [
+    assert [[each * (deviation + 1e-4) for each in group] for group in found] == [
         pytest.approx(group, abs=1e-7) for group in expected
     ]
-    others = functools.partial(leave_one_out, scale_rewards="batch", eps=0.5, ddof=ddof)
+    others = functools.partial(leave_one_out, scale_rewards="batch")
     factors = [2, 1.5, 1]  # K / (K - 1)
     assert advantages_of(groups, others) == [
         pytest.approx([factor * each for each in group])
@@ -202,41 +180,20 @@ def test_normalized_terms_are_weighted_and_summed() -> None:
         {"right": 1, "short": 10}, {"right": 0, "short": 30},
         {"right": 0, "short": 20}, {"right": 1},
     )  # fmt: skip
-    shaping = RewardShaping(
-        multi_objective_aggregation="normalize_then_sum", reward_weights={"short": 2}
-    )
     one = 0.5 / 0.5774503
     expected = [one - 2 * 10 / 10.0001, -one + 2 * 10 / 10.0001, -one, one]
-    assert shaping(group) == pytest.approx(expected, abs=1e-6)
+    assert normalized_rewards(group, {"short": 2}) == pytest.approx(expected, abs=1e-6)
 
 
 def test_normalized_terms_of_a_single_reward_are_its_zscore() -> None:
-    expected = group_zscore([1, 0], [], eps=1e-4, ddof=1)
-    assert (
-        RewardShaping(multi_objective_aggregation="normalize_then_sum")(group_of([1, 0]))
-        == expected
-    )
+    assert normalized_rewards(group_of([1, 0]), {}) == group_zscore([1, 0], [])
 
 
-@pytest.mark.parametrize(
-    ("rewards", "lengths", "expected"),
-    [
-        # the mean length of the best is 4: 2 * (1 + 1 - 2/4), no bonus above the mean
-        ([2, 2, 0], [2, 6, 1], [3, 2, 0]),
-        ([0, -1], [1, 9], [0, -1]),
-    ],
-)
-def test_length_penalty_prefers_short_best_rollouts(
-    rewards: list[float], lengths: list[int], expected: list[float]
-) -> None:
-    group = group_of(rewards, lengths=lengths)
-    assert RewardShaping(length_penalty="tokens")(group) == expected
-
-
-def test_shaping_gives_signal_to_equal_rewards() -> None:
-    groups = [group_of([1, 1], lengths=[2, 6]), group_of([1, 1])]
-    shaping = RewardShaping(length_penalty="tokens")
-    assert advantages_of(groups, group_mean, shaping=shaping) == [[0.25, -0.25], []]
+def test_weights_of_terms_are_those_of_the_environment() -> None:
+    group = group_with_terms({"right": 1, "short": 0}, {"right": 0, "short": 1})
+    weights = {group.task: {"short": 3.0}, "other": {"right": 9.0}}
+    ((first, second),) = advantages_of([group], group_mean, term_weights=weights)
+    assert first == -second == pytest.approx(-2 * 0.5 / (0.5**0.5 + 1e-4))
 
 
 # Rewards of turns.
@@ -269,21 +226,18 @@ TURNS = group_with_turns(
     [
         # first turns 4 and 5: mean 4.5; second turns 2 and 5: 3.5; only one rollout has a third
         (group_mean, [(-0.5, -1.5), (0.5, 1.5, 0)]),
-        (functools.partial(group_zscore, eps=0), [(-1, -1), (1, 1, 0)]),
+        # .5 / (sqrt(.5) + .0001) and 1.5 / (sqrt(4.5) + .0001)
+        (group_zscore, [(-0.7070068, -0.7070734), (0.7070068, 0.7070734, 0)]),
         (leave_one_out, [(-1, -3), (1, 3, 0)]),
         (max_rl, [(-0.5 / 4.5, -1.5 / 3.5), (0.5 / 4.5, 1.5 / 3.5, 0)]),
         # (2 * 4 + 5) / 3 = 13 / 3; (2 + 3 * 5) / 4 = 17 / 4
         (length_weighted, [(-1 / 3, -9 / 4), (2 / 3, 3 / 4, 0)]),
-        # variances (2 / 9 + 4 / 9) / 3 = 2 / 9 and (81 / 16 + 3 * 9 / 16) / 4 = 27 / 16
-        (
-            functools.partial(token_whitening, eps=0, group_adv_norm=True),
-            [(-(0.5**0.5), -(3**0.5)), (2**0.5, 1 / 3**0.5, 0)],
-        ),
     ],
 )
 def test_advantages_of_turns_by_hand(advantage: Any, expected: list[tuple[float, ...]]) -> None:
     ((first, second),) = advantages_of([TURNS], advantage)
-    assert first == pytest.approx(expected[0]) and second == pytest.approx(expected[1])
+    assert first == pytest.approx(expected[0], rel=1e-6)
+    assert second == pytest.approx(expected[1], rel=1e-6)
 
 
 def test_tokens_have_the_advantage_of_their_turn() -> None:
@@ -316,20 +270,19 @@ def scaled_by_step(rewards: Any, lengths: Any, *, step_rewards: Any) -> list[flo
 
 
 @pytest.mark.parametrize(
-    ("advantage", "shaping", "setting"),
+    ("advantage", "weights", "setting"),
     [
-        (token_whitening, {}, "advantage.group_adv_norm false"),
-        (functools.partial(group_zscore, scale_rewards="batch"), {}, "scale_rewards batch"),
-        (scaled_by_step, {}, "an advantage function with step_rewards"),
-        (group_mean, {"length_penalty": "tokens"}, "advantage.length_penalty tokens"),
-        (group_mean, {"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
+        (token_whitening, None, "an advantage function with step_rewards"),
+        (functools.partial(group_zscore, scale_rewards="batch"), None, "scale_rewards batch"),
+        (scaled_by_step, None, "an advantage function with step_rewards"),
+        (group_mean, {}, "normalize_then_sum"),
     ],
 )
 def test_settings_without_meaning_for_turns_are_refused(
-    advantage: Any, shaping: dict[str, str], setting: str
+    advantage: Any, weights: Any, setting: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"{setting} cannot be combined with the rewards of t"):
-        advantages_of([TURNS], advantage, shaping=RewardShaping(**shaping))
+        advantages_of([TURNS], advantage, term_weights=weights)
 
 
 # Filters.

@@ -28,7 +28,7 @@ from torch import Tensor
 from peralta_zmq.errors import TrainingError
 from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.losses import TokenLoss, Tokens, preset
-from peralta_zmq.learning.packing import MicroBatch, Packing, Temperature, make_micro_batches
+from peralta_zmq.learning.packing import MicroBatch, Packing, make_micro_batches
 from peralta_zmq.learning.update import UpdateResult, update_parameters
 from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
@@ -245,7 +245,7 @@ def model() -> Iterator[Any]:
     yield tiny_model().double()
 
 
-def batches_of(max_tokens: int = 1000, temperature: Temperature = 1.0) -> list[MicroBatch]:
+def batches_of(max_tokens: int = 1000, temperature: float = 1.0) -> list[MicroBatch]:
     samples, _ = packed(GROUPS, max_tokens=max_tokens)
     return make_micro_batches(samples, Packing(max_tokens=max_tokens, temperature=temperature))
 

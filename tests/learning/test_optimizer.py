@@ -180,15 +180,14 @@ def test_learning_rate_schedule_by_hand(
 
 @small
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_step_in_parts_equals_a_whole_step(
-    optim: Any, is_transposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_in_parts_equals_a_whole_step(optim: Any, is_transposed: bool) -> None:
     found = dict[int, list[torch.Tensor]]()
     for part in (1 << 30, 1024):
-        monkeypatch.setattr(adamw, "PART", part)
         random = torch.Generator().manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(70, 111, generator=random))
-        optimizer = make_optimizer({"w": weight}, betas=(0.9, 0.95), weight_decay=0.1, optim=optim)
+        optimizer = make_optimizer(
+            {"w": weight}, betas=(0.9, 0.95), weight_decay=0.1, optim=optim, part=part
+        )
         adamw.set_options(optimizer, lr=1e-3)
         for _ in range(3):
             gradient = torch.randn(111, 70, generator=random).t()
@@ -201,10 +200,11 @@ def test_step_in_parts_equals_a_whole_step(
 
 
 @small
-def test_step_needs_memory_for_a_part_only(optim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "PART", 4096)
+def test_step_needs_memory_for_a_part_only(optim: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(1 << 20))
-    optimizer = make_optimizer({"w": weight}, betas=(0.9, 0.95), weight_decay=0.0, optim=optim)
+    optimizer = make_optimizer(
+        {"w": weight}, betas=(0.9, 0.95), weight_decay=0.0, optim=optim, part=4096
+    )
     for _ in range(2):  # the first step creates the state
         weight.grad = torch.ones(1 << 20)
         with PeakMemory() as memory:

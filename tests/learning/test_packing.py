@@ -146,16 +146,11 @@ def test_group_above_max_tokens_is_split_with_its_prompt() -> None:
     assert layouts(batches_of([group], max_tokens=11)) == [[[(-1, 7), (2, 4)]]] * 2
 
 
-@pytest.mark.parametrize(
-    ("oversize", "lengths", "counts"), [("truncate", [4, 10], (1, 0)), ("drop", [4], (0, 1))]
-)
-def test_oversize_rollout_is_truncated_or_dropped(
-    oversize: Any, lengths: list[int], counts: tuple[int, int]
-) -> None:
+def test_oversize_rollout_is_truncated() -> None:
     groups = [siblings([1, 0], lengths=[1, 50])]
-    samples, metrics = packed(groups, max_tokens=10, oversize=oversize)
-    assert [len(p) for sample in samples for p in sample.positions] == lengths
-    assert (metrics["num_truncated"], metrics["num_dropped"]) == counts
+    samples, metrics = packed(groups, max_tokens=10)
+    assert [len(p) for sample in samples for p in sample.positions] == [4, 10]
+    assert (metrics["num_truncated"], metrics["num_dropped"]) == (1, 0)
 
 
 def test_oversize_prompt_drops_the_rollout() -> None:
@@ -174,8 +169,10 @@ def test_metrics_count_tokens_in_the_loss_and_of_groups_without_signal() -> None
 
 
 def test_dropped_rollout_counts_in_the_baseline() -> None:
-    group = siblings([1, 0, 0, 0], lengths=[1, 1, 1, 50])
-    (sample,), _ = packed([group], max_tokens=10, oversize="drop")
+    group = siblings([1, 0, 0, 0])
+    included = [[True, True, True, False]]
+    advantages = [[0.75, -0.25, -0.25, -0.25]]
+    (sample,), _ = pack_groups([group], advantages, Packing(max_tokens=100), included=included)
     assert sample.advantages == (0.75, -0.25, -0.25)
 
 
@@ -218,21 +215,14 @@ def test_batch_tensors_have_documented_dtypes() -> None:
     assert {each.dtype for each in numbers} == {torch.float32}
 
 
-def test_each_token_has_its_sampling_temperature() -> None:
-    groups = [siblings([1, 0], lengths=[1, 2], policy_step=step) for step in (2, 5)]
-    (batch,) = batches_of(groups, temperature=lambda step: 1 + max(step, 0) / 10)
-    assert torch.is_tensor(batch.temperatures)
-    assert batch.temperatures.tolist() == pytest.approx([1.2] * 3 + [1.5] * 3)
-
-
 def test_a_constant_temperature_stays_a_number() -> None:
     (batch,) = batches_of([siblings([1, 0])], temperature=0.7)
     assert batch.temperatures == 0.7
 
 
 def test_tokens_have_the_temperature_of_their_environment() -> None:
-    groups = [siblings([1, 0], task="warm"), siblings([0, 1], task="scheduled", policy_step=3)]
-    temperatures = {"warm": 0.5, "scheduled": lambda step: 1 + step}
+    groups = [siblings([1, 0], task="warm"), siblings([0, 1], task="hot")]
+    temperatures = {"warm": 0.5, "hot": 4.0}
     (batch,) = batches_of(groups, temperatures=temperatures)
     assert isinstance(batch.temperatures, torch.Tensor)
     by_rollout = [set(batch.temperatures[batch.sequence == each].tolist()) for each in range(4)]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from sample_data import group_of, rollout_with
 
-from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.step_metrics import (
     MAX_NAMES,
     MIN_STEPS,
@@ -148,9 +147,8 @@ def test_mismatch_mean_covers_the_window() -> None:
     assert statistics.mean("ann/0") == pytest.approx(0.01)
 
 
-def test_least_recent_senders_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_metrics, "MAX_COUNTED", 2)
-    statistics = MismatchStatistics(bound=0.1)
+def test_least_recent_senders_are_forgotten() -> None:
+    statistics = MismatchStatistics(bound=0.1, max_senders=2)
     for sender in ("ann/0", "bob/0", "ann/0", "cid/0"):
         statistics.record({sender: FAR})
     assert (statistics.mean("bob/0"), statistics.mean("ann/0")) == (0, pytest.approx(0.3))

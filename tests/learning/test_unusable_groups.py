@@ -16,8 +16,7 @@ from torch import Tensor
 from peralta_zmq.learning import losses
 from peralta_zmq.learning.losses import TokenLoss, Tokens
 from peralta_zmq.learning.packing import Packing, make_micro_batches
-from peralta_zmq.learning.unusable_groups import MISMATCH, NOT_FINITE, mismatched_groups
-from peralta_zmq.learning.update import UpdateResult
+from peralta_zmq.learning.update import MISMATCH, NOT_FINITE, UpdateResult, mismatched_groups
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.messages import MAX_TOKENS
 

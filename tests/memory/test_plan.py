@@ -35,12 +35,11 @@ from tools.base_model import new_model
 NUM_PARAMETERS = 596_049_920  # of Qwen3-0.6B
 MACHINE = Machine("cpu", 16 * 2**30)
 LORA_FP32 = ("--lora.rank=8", "--lora.base-dtype=float32")
-DROPOUT = ("--lora.rank=8", "--lora.dropout=0.1")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("completion", [40, 160])  # trees of 192 and 672 tokens
-@pytest.mark.parametrize("options", [(), ("--lora.rank=8",), LORA_FP32, DROPOUT])
+@pytest.mark.parametrize("options", [(), ("--lora.rank=8",), LORA_FP32])
 def test_layer_saves_the_planned_bytes(
     dtype: str, completion: int, options: tuple[str, ...], tmp_path: Path
 ) -> None:

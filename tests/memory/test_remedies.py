@@ -6,8 +6,8 @@ import pytest
 from config_files import load
 
 from peralta_zmq import build
+from peralta_zmq.config import with_settings
 from peralta_zmq.memory import Machine, ModelShape, Role
-from peralta_zmq.memory.remedies import changed
 
 
 def test_remedies_are_tried_with_the_least_harm_first(qwen: ModelShape) -> None:
@@ -45,7 +45,7 @@ def test_proposed_option_is_accepted_and_gives_the_planned_peak(
         assert len({each.options for each in attempts}) >= 2
         for each in attempts:
             proposed = load(*settings, *each.options.split())
-            assert proposed == changed(config, each.changes)
+            assert proposed == with_settings(config, each.changes)
             assert planner.plan(proposed, role).peak == each.alone.peak
 
 

@@ -164,7 +164,7 @@ def log_two_sessions(name: str, folder: Path) -> None:
     """Log steps and an evaluation in two sessions, with a roll-back in between."""
     for steps in ((1, 2, 3), (2,)):
         opened = open_trackers(
-            [name], folder=folder, run_id="demo-1", project="math", title="first", interval=2,
+            [name], folder=folder, run_id="demo-1", project="math", interval=2,
             settings={"seed": 0},
         )  # fmt: skip
         if len(steps) == 1:  # as after a roll-back

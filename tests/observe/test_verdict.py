@@ -108,7 +108,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
     "both wait and the queue is full": (run(10, gen("a", blocked_frac=0.4, queue_frac=0.35),
         time__wait_for_batch=0.6), [], None, "warn",
         "the link to the trainer is saturated: generators are blocked 35% of their time by a full "
-        "send queue, the trainer waits 30% for rollouts; raise wire.hwm, or use a faster network"),
+        "send queue, the trainer waits 30% for rollouts; use a faster network"),
     # weights
     "publishing blocks": (run(time__publish=0.5), [], None, "warn",
         "publishing blocks the trainer 25% of its time; put weights.dir on a faster disk, or "
@@ -116,7 +116,7 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
     "publishing lags": (run(weights__write_seconds=8.1, weights__bytes=1300000000), [], None,
         "warn",
         "the disk or link of weights.dir is saturated: a version (1.3 GB) takes 8.2 s to publish, "
-        "a step 2.0 s; raise weights.keyframe_interval or weights.max_mbit_per_s, or use a faster "
+        "a step 2.0 s; raise weights.interval or weights.max_mbit_per_s, or use a faster "
         "weights.dir"),
     "reloading dominates": (run(10, gen("a"), gen("nas", reload_s=0.8)), [], None, "warn",
         "nas takes 0.8 s to load new weights, a step takes 2.0 s; raise train.batch_size for "

@@ -229,7 +229,7 @@ def test_reward_that_became_the_highest_is_a_solved_task() -> None:
 
 
 def test_equal_rewards_that_a_loss_trains_on_are_no_fault() -> None:
-    """As with task.skip_verification and train.keep_zero_std."""
+    """As with a reward function that returns 0, and train.keep_zero_std."""
     assert "reward is never" not in verdict(rows_of(NO_REWARD, num_loss_tokens=900)).sentence
 
 

@@ -37,12 +37,12 @@ def test_workers_get_the_options_of_their_host() -> None:
         "mac-trainer", "mac-0", "pc-0", "pc-1"]  # fmt: skip
     assert trainer.command == (
         ".venv/bin/python", "bin/trainer", "@", settings,
-        "--weights.dir", "/Volumes/my nas/w", "--train.num-workers", "2")  # fmt: skip
+        "--weights.dir", "/Volumes/my nas/w", "--run.num-workers", "2")  # fmt: skip
     assert second.command == (
         ".venv/bin/python", "bin/generator", "@", settings,
         "--weights.dir", "/mnt/nas/w", "--model.device", "cuda",
         "--generator.name", "pc-1", "--generator.index", "2", "--generator.count", "3",
-        "--generator.num-workers", "2")  # fmt: skip
+        "--run.num-workers", "2")  # fmt: skip
     assert second.env == {"HF_HUB_OFFLINE": "1", "A": "b c"}
     assert trainer.run == "runs/demo" and first.run is None
 
@@ -77,17 +77,17 @@ def test_changed_settings_change_the_job_and_use_another_file() -> None:
 
 def test_weights_password_is_sent_if_this_machine_has_it(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    served = config(weights=WeightsSection(token_file=str(token)))
+    served = config(security=SecuritySection(token_file=str(token), insecure=True))
     assert len(host_setup.send_settings(PC, served)) == 1  # each host has its own file at that path
-    assert "--weights.token-file" not in host_setup.jobs_of(PC, HOSTS, served)[0].command
+    assert "--security.token-file" not in host_setup.jobs_of(PC, HOSTS, served)[0].command
     token.write_text("x" * 32)
     assert host_setup.send_settings(PC, served)[1].words[-2:] == (
         str(token), "me@pc:peralta_zmq/.lan/weights-token")  # fmt: skip
     for host in HOSTS.host:
         for job in host_setup.jobs_of(host, HOSTS, served):
-            index = job.command.index("--weights.token-file")
+            index = job.command.index("--security.token-file")
             assert job.command[index + 1] == ".lan/weights-token"
-    assert "--weights.token-file .lan/weights-token" in host_setup.doctor(PC, served).shown
+    assert "--security.token-file .lan/weights-token" in host_setup.doctor(PC, served).shown
 
 
 # Files that a copy keeps.

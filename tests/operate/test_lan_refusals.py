@@ -183,7 +183,7 @@ def test_weights_over_http_with_a_sent_password(tmp_path: Path) -> None:
     )  # fmt: skip
     done = lan("up", "--hosts", str(path), *SMALL, "--wire.port", str(free_ports()),
                "--wire.host", "127.0.0.2", "--wire.bind", "127.0.0.2", "--train.max-steps", "2",
-               "--weights.serve-port", str(port), "--weights.token-file", str(token))  # fmt: skip
+               "--weights.serve-port", str(port), "--security.token-file", str(token))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "beta-0 | " in done.stdout and "alpha-trainer | step=2/2" in done.stdout
     sent = tmp_path / "beta/.lan/weights-token"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.config import Config, programs, write_resolved
-from peralta_zmq.config.sections import EngineSection, GeneratorSection, RunSection
+from peralta_zmq.config.sections import EngineSection, RunSection
 from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import read_rows
@@ -45,22 +45,22 @@ def test_local_workers_get_index_count_and_share_of_cores() -> None:
     write_programs(trainer="", generator="")
     trainer, first, second = local_workers(config(), arguments)
     assert trainer.command[1] == str(Path.cwd() / "trainer")
-    assert trainer.command[2:] == (*arguments, "--train.num-workers", "3")
+    assert trainer.command[2:] == (*arguments, "--run.num-workers", "3")
     assert trainer.log is None
     assert first.command[2:6] == second.command[2:6] == tuple(arguments)
     assert second.command[6:] == (
         *("--generator.name", "local-1", "--generator.index", "1"),
-        *("--generator.count", "2", "--generator.num-workers", "3"),
+        *("--generator.count", "2", "--run.num-workers", "3"),
     )
     assert second.log == Path("runs/test/logs/generator-1.log")
 
 
 def test_num_workers_of_the_user_lowers_the_share_of_cores() -> None:
     write_programs(trainer="", generator="")
-    sections = {"train": TrainSection(num_workers=8), "generator": GeneratorSection(num_workers=2)}
-    trainer, generator, _ = local_workers(config().model_copy(update=sections), [])
-    assert trainer.command[2:] == ("--train.num-workers", "8")
-    assert generator.command[-2:] == ("--generator.num-workers", "3")
+    for number, expected in ((8, "8"), (2, "3")):
+        run = RunSection(name="test", num_local_generators=2, num_workers=number)
+        for worker in local_workers(Config(run=run), []):
+            assert worker.command[-2:] == ("--run.num-workers", expected)
 
 
 def test_fractions_above_one_start_no_worker() -> None:

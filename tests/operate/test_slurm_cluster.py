@@ -46,7 +46,7 @@ class Site:
 
     def settings(self, *more: str) -> list[str]:
         return [*SMALL, "--run.dir", str(self._runs), "--run.name", self._name,
-                "--wire.port", str(free_ports()), "--no-dashboard.enabled", *more]  # fmt: skip
+                "--wire.port", str(free_ports()), "--dashboard.port=None", *more]  # fmt: skip
 
     def lan(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
         arguments = [sys.executable, str(REPO / "bin/lan"), command, "--hosts", str(self.hosts)]

@@ -13,7 +13,7 @@ from sample_data import RUN
 from sockets import received, receiver_at
 
 from peralta_zmq import wire
-from peralta_zmq.learning.unusable_groups import MAX_MEAN_RATIO
+from peralta_zmq.learning.update import MAX_MEAN_RATIO
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 from peralta_zmq.rollout import RolloutGroup
 from tools import hostile_sender

@@ -350,7 +350,7 @@ def test_excluded_group_of_a_sender_that_is_not_hostile_is_reported(tmp_path: Pa
     assert broken == (f"{A}/2 is excluded, and its sender is not hostile",)
 
 
-DROPPED = ("stale", "abandoned", "filtered", "evaluated", "mismatched", "invalid")
+DROPPED = ("stale", "abandoned", "filtered", "evaluated", "invalid")
 
 
 @pytest.mark.parametrize(
@@ -373,22 +373,6 @@ def test_p3_accepts_evaluated_group_only_if_made_for_an_evaluation(tmp_path: Pat
     assert run.check(tmp_path / "trained") == {"P3": broken}
     run.change_outcome(2, "evaluated")
     assert run.check(tmp_path / "evaluated") == {}
-
-
-@pytest.mark.parametrize(("event", "is_valid"), [
-    ({}, True),
-    ({"step": 3}, False),  # flagged after the drop
-    ({"incarnation": INCARNATIONS["aa"].hex()}, False),
-    ({"dropped": False}, False),
-])  # fmt: skip
-def test_p3_accepts_mismatched_group_only_of_a_sender_flagged_before(
-    tmp_path: Path, event: Row, is_valid: bool
-) -> None:
-    run = RecordedRun()
-    run.change_outcome(2, "mismatched")
-    sender = {"generator": "ann", "incarnation": INCARNATIONS["bb"].hex()}
-    run.events.append({"event": "mismatch", **sender, "step": 2, "dropped": True, **event})
-    assert (run.check(tmp_path) == {}) == is_valid
 
 
 def rolled_back(made: str = "step=3 weights_id=w9") -> RecordedRun:

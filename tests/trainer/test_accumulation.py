@@ -19,7 +19,7 @@ from peralta_zmq.trainer.trainer import Trainer
 STEPS, GROUPS_PER_STEP = 2, 2
 # A group of four rollouts needs at least two micro-batches.
 SETTINGS = ("--train.max-tokens-per-microbatch=20", "--train.dtype=float32")
-DROPOUT = ("--lora.rank=4", "--lora.dropout=0.2")
+ADAPTERS = ("--lora.rank=4",)
 
 
 class Killed(Exception):
@@ -96,7 +96,7 @@ def test_replay_computes_the_micro_batches_of_the_run(
     "more",
     [
         pytest.param((), id="full"),
-        pytest.param(DROPOUT, id="lora_dropout", marks=pytest.mark.slow),
+        pytest.param(ADAPTERS, id="lora", marks=pytest.mark.slow),
     ],
 )
 def test_sessions_that_end_within_a_step_continue_as_the_journal_says(

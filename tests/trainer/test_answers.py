@@ -57,7 +57,7 @@ def answering(held_out: Any, **sections: Any) -> Answering:
         tiny_model(vocab_size=468), tokenizer, EngineSettings(slots=4, max_model_len=128)
     )
     limits = {"max_completion_length": 6}
-    config = Config.model_validate({"sampling": limits, "eval": limits, **sections})
+    config = Config.model_validate({"sampling": limits, "eval": {"sampling": limits}, **sections})
     return Answering(config, engine, tokenizer, held_out)
 
 

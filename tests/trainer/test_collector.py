@@ -623,26 +623,6 @@ def test_commit_follows_the_end_of_an_outage_within_10_seconds(
     assert max(waited) <= 10 and sum(waited) / len(waited) <= 5
 
 
-def test_batch_in_tokens_is_full_at_the_first_group_above_the_size(
-    stack: ExitStack, tmp_path: Path
-) -> None:
-    tokens = ("--train.token-batch-size=40",)
-    scene = opened(stack, tmp_path, groups=100, settings=tokens)
-    sender = sender_to(scene.address, stack)
-    # With 3 prompt tokens per rollout: 11, 23 and 9 tokens; 46; 40.
-    for number, lengths in enumerate([[4, 1], [9, 8], [2, 1], [20, 20], [17, 17]]):
-        frame = wire.encode_group(group_of([1.0, 0.0], group_number=number, lengths=lengths))
-        assert sender.send(frame, timeout=DEADLINE)
-    for step, expected in ((1, [0, 1, 2]), (2, [3]), (3, [4])):
-        assert [group.group_number for group in scene.collect(step)] == expected
-        assert not scene.collector.is_full
-    again = opened(stack, tmp_path, groups=100, settings=tokens)
-    for step, expected in ((1, 3), (2, 1), (3, 1)):
-        assert load_journaled_batch(again.collector, step, wire.GroupLimits(64))
-        assert len(again.collector.take_batch()) == expected
-    assert not load_journaled_batch(again.collector, 4, wire.GroupLimits(64))
-
-
 def test_journaled_groups_above_the_limits_are_dropped(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=2)
     sender, long = sender_to(scene.address, stack), {1: [30, 30], 4: [30, 30]}

@@ -17,7 +17,7 @@ from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.learning.admission import Admission, Ledger
+from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.learning.step_metrics import MIN_STEPS, Mismatch, MismatchStatistics
 from peralta_zmq.observe.event_log import LIMITS
 from peralta_zmq.observe.metrics import EVENTS, read_rows
@@ -493,14 +493,13 @@ def test_mismatch_is_printed_as_often_as_it_is_recorded(
     stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_log = stack.enter_context(RunLog(tmp_path, run="run", max_steps=9))
-    config = load_config("bin/trainer", ["--train.on-mismatch=drop"])
+    config = load_config("bin/trainer", [])
     announcer = ProgressAnnouncer(cast(Any, None), wire.Announcement(RUN))
     address_file = wire.AddressFile(None, "localhost", 1, RUN)
     session = Session(config, RUN, run_log, announcer, address_file, StopSignal())
     senders = [f"ann/{number:016x}" for number in range(3 * LIMITS["mismatch"])]
-    statistics, admission = MismatchStatistics(bound=0.1), Admission(4)
+    statistics = MismatchStatistics(bound=0.1)
     for _ in range(MIN_STEPS):
         statistics.record(dict.fromkeys(senders, Mismatch(3.0, 10.0)))
-    report_mismatches(statistics, session, admission, step=2)
+    report_mismatches(statistics, session, step=2)
     assert capsys.readouterr().out.count("generator ann differ") == LIMITS["mismatch"]
-    assert admission.flagged == {*senders}

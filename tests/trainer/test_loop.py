@@ -53,7 +53,7 @@ def port() -> int:
 
 @pytest.fixture
 def settings(tmp_path: Path, port: int) -> list[str]:
-    return ["--run.dir", str(tmp_path / "runs"), "--wire.port", str(port), "--no-dashboard.enabled"]
+    return ["--run.dir", str(tmp_path / "runs"), "--wire.port", str(port), "--dashboard.port=None"]
 
 
 def config_of(*arguments: str) -> Config:
@@ -516,11 +516,8 @@ def test_unreadable_identity_does_not_start_a_new_run(settings: list[str], text:
         trainer.run(config)
 
 
-@pytest.mark.parametrize("choice", ["random", "best", "worst"])
-def test_sample_of_a_step_is_the_chosen_group(
-    stack: ExitStack, tmp_path: Path, choice: str
-) -> None:
-    session = Session(stack, tmp_path, f"--log.samples={choice}")
+def test_sample_of_a_step_is_a_random_group(stack: ExitStack, tmp_path: Path) -> None:
+    session = Session(stack, tmp_path)
     batches, finish_step = list[list[tuple[float, ...]]](), session.trainer.finish_step
     run_log, sampled = session.trainer.session.run_log, list[tuple[float, ...]]()
     write_step = run_log.step
@@ -538,13 +535,8 @@ def test_sample_of_a_step_is_the_chosen_group(
     run_log.step = record_sample
     for _ in range(3):
         session.advance()
-    if choice == "random":
-        indices = [batch.index(rewards) for batch, rewards in zip(batches, sampled, strict=True)]
-        assert len(set(indices)) > 1
-        return
-    extreme = max if choice == "best" else min
-    assert [sum(rewards) for rewards in sampled] == [extreme(map(sum, batch)) for batch in batches]
-    assert all(len(set(map(sum, batch))) > 1 for batch in batches)
+    indices = [batch.index(rewards) for batch, rewards in zip(batches, sampled, strict=True)]
+    assert len(set(indices)) > 1
 
 
 def test_samples_have_every_group_with_its_outcome(stack: ExitStack, tmp_path: Path) -> None:

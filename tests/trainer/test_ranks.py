@@ -39,7 +39,7 @@ SETTINGS = (
     *("--sampling.num-generations=4", "--train.batch-size=16", "--train.max-steps=9"),
     *("--checkpoint.interval=2", "--no-eval.eval-base-model", "--eval.num-examples=1"),
     *("--sampling.max-completion-length=9", "--engine.max-model-len=128"),
-    *("--train.max-tokens-per-microbatch=40", "--train.dtype=float32", "--no-dashboard.enabled"),
+    *("--train.max-tokens-per-microbatch=40", "--train.dtype=float32", "--dashboard.port=None"),
     "--no-train.master-noise",  # the masters have 32 bits, and these tests compute in float64
 )
 Tensors = Mapping[str, torch.Tensor]

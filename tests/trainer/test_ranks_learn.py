@@ -21,8 +21,7 @@ from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
 
 STEPS = 4
 OBJECTIVES = {
-    "reference": ("--loss.name=grpo_kl", "--loss.beta=0.5", "--train.ref-sync-steps=3",
-                  "--train.ref-mixup-alpha=0.5"),
+    "reference": ("--loss.name=grpo_kl", "--loss.beta=0.5", "--train.ref-sync-steps=3"),
     "bf16 state": ("--train.optim=adamw_bf16",),
     "8-bit state": ("--train.optim=adamw_8bit",),
     "adapters": ("--lora.rank=4",),

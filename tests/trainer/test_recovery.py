@@ -294,11 +294,3 @@ def test_continued_run_waits_for_room_for_a_checkpoint(
     assert resolved.read_bytes() != before
     assert (continued.folder / "checkpoints" / "step_000003").exists()
     assert "full; make room for it. Waiting" in capsys.readouterr().out
-
-
-def test_resume_returns_the_configured_fraction_of_excluded_problems(tmp_path: Path) -> None:
-    pools = states_of(tmp_path, 4)[-1]["pools"]
-    assert pools["easy"] and pools["hard"]
-    with ExitStack() as stack:
-        again = Session(stack, tmp_path, "--curriculum.easy-fraction=1").trainer
-        assert again.collector.curriculum.pools.saved() == {"easy": [], "hard": pools["hard"]}

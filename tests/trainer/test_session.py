@@ -34,7 +34,7 @@ Outage = Callable[[Config, pytest.MonkeyPatch], Callable[[], None]]  # begins; r
 
 def config_in(folder: Path, *settings: str) -> Config:
     arguments = ["--run.dir", str(folder / "runs"), "--wire.port", str(free_ports())]
-    return load_config("bin/trainer", [*arguments, "--no-dashboard.enabled", *settings])
+    return load_config("bin/trainer", [*arguments, "--dashboard.port=None", *settings])
 
 
 def full_disk(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:

@@ -30,7 +30,7 @@ def lines_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> LinesOf:
 
     def lines(*arguments: str, reasons: dict[str, str] | None = None) -> list[str]:
         places = ["--run.dir", str(tmp_path / "runs"), "--wire.port", str(free_ports())]
-        config = load_config("bin/trainer", [*places, "--no-dashboard.enabled", *arguments])
+        config = load_config("bin/trainer", [*places, "--dashboard.port=None", *arguments])
         with ExitStack() as stack:
             trainer = Trainer(config, stack)
             trainer.recover()

@@ -154,7 +154,7 @@ def test_logprob_may_exceed_zero_by_rounding() -> None:
 @pytest.mark.parametrize(
     ("rollouts", "limits", "reason"),
     [
-        (GROUP.rollouts, {"max_rollouts": 3}, r"more than 2 .*num_generations or env.num_g"),
+        (GROUP.rollouts, {"max_rollouts": 3}, r"more than 2 .*num_generations, of the env"),
         (GROUP.rollouts, {"max_tokens": 10}, r"more than 9 tokens \(engine.max_model_len\)"),
         (GROUP.rollouts, {"max_generated": 7}, r"6 generated .*\(sampling.max_completion_length\)"),
         ((TURNS, NAMED[2]), {"max_turns": 3}, "more than 2 turns"),
@@ -186,7 +186,7 @@ def test_training_group_has_the_configured_number_of_rollouts(
 @pytest.mark.parametrize("num_rollouts", [2, 4])
 def test_training_group_with_another_number_of_rollouts_is_refused(num_rollouts: int) -> None:
     limits = dataclasses.replace(LIMITS, num_rollouts={"other": 3, GROUP.task: num_rollouts})
-    reason = rf"not {num_rollouts} rollouts \(sampling\.num_generations or env\.num_generations\)"
+    reason = rf"not {num_rollouts} rollouts \(sampling\.num_generations, of the env too\)"
     with pytest.raises(wire.InvalidGroupError, match=reason):
         wire.decode_group(FRAME, limits)
 

@@ -29,7 +29,6 @@ SETTINGS = {  # arguments that are settings of this program
     "trust_remote_code": "model.trust_remote_code",
     "max_num_seqs": "engine.slots",
     "max_model_len": "engine.max_model_len",
-    "tensor_parallel_size": "engine.tensor_parallel_size",
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
 }
 FIXED = {  # arguments with only one correct value -> the reason
@@ -91,13 +90,10 @@ def check_sampling(sampling: Sampling) -> None:
             "native, hf or mlx"
         )
     used = [name for name, value in UNCHANGED.items() if getattr(sampling, name) != value]
-    if sampling.schedule is not None:
-        used.append("temp_scheduler")
     if used:
         raise ConfigError(
             f"engine 'vllm' has no exact logprobs with sampling.{used[0]}: it computes them after "
-            "truncation and penalties, and at one temperature per completion; remove the option, "
-            "or set engine.name to native, hf or mlx"
+            "truncation and penalties; remove the option, or set engine.name to native, hf or mlx"
         )
 
 

@@ -94,7 +94,6 @@ class VllmEngine:
             "model": str(folder),
             "dtype": str(dtype).removeprefix("torch."),
             "max_model_len": max_model_len,
-            "tensor_parallel_size": settings.tensor_parallel_size or 1,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "async_scheduling": False,  # would begin the next step before newer weights are applied

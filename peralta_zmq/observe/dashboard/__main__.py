@@ -6,11 +6,10 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from peralta_zmq.addresses import read_private_token
-from peralta_zmq.errors import ConfigError, program_name
+from peralta_zmq.errors import ConfigError, did_you_mean, program_name
 from peralta_zmq.observe.dashboard.run_files import runs_in
 from peralta_zmq.observe.dashboard.view import write_report
 from peralta_zmq.observe.metrics import METRICS
@@ -29,8 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     add("--token-file", help="file of mode 0600 with the password of the dashboard")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        matches = get_close_matches(unknown[0].partition("=")[0], OPTIONS, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(OPTIONS)}"
+        hint = did_you_mean(unknown[0].partition("=")[0], OPTIONS)
+        hint = hint or f"choose from {', '.join(OPTIONS)}"
         raise ConfigError(f"unknown option {unknown[0]}; {hint}")
     for folder in options.runs:
         if not runs_in(folder):

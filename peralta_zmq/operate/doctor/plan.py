@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from peralta_zmq.config import Config, check_memory_fractions, load_config
+from peralta_zmq.config import Config, check_memory_fractions, load_config, with_settings
 from peralta_zmq.errors import ConfigError, program_name
 from peralta_zmq.operate.doctor.checks import Report
 
@@ -141,8 +141,6 @@ def _print_advice(advice: Advice) -> None:
 
 def _print_together(config: Config, planner: MemoryPlanner, plans: Sequence[Plan]) -> bool:
     """Compare the trainer and all generators of this machine with its memory; True if they fit."""
-    from peralta_zmq.memory.remedies import changed
-
     trainer, generator = (plan.peak for plan in plans)
     memory = planner.machine.memory
     count = config.run.num_local_generators
@@ -154,7 +152,7 @@ def _print_together(config: Config, planner: MemoryPlanner, plans: Sequence[Plan
         return fits
     share = int(100 * (memory - trainer) / memory / count) / 100
     if share > 0:  # engine vllm reserves less
-        lowered = changed(config, {"engine.gpu_memory_utilization": share})
+        lowered = with_settings(config, {"engine.gpu_memory_utilization": share})
         smaller = planner.plan(lowered, "generator")
         if smaller.fits and trainer + count * smaller.peak <= memory:
             _write(f"  it fits with --engine.gpu-memory-utilization {share}")

@@ -179,7 +179,7 @@ def _check_address(
 ) -> None:
     """Run the checks of a weight store with a URL; `reply` is that of a probe."""
     address = config.weights_address
-    token = config.weights.token_file
+    token = config.security.token_file
     port = config.weights.serve_port
     run_id = reply.run_id if reply else ""
     # If a doctor replied, the trainer that will serve this URL is not running yet.

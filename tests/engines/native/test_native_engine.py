@@ -44,7 +44,7 @@ from peralta_zmq.engines.native.packed_linears import PackedLinear
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Request, Sampling, TemperatureSchedule
+from peralta_zmq.rollout import Request, Sampling
 
 HAS_COMPILER = sys.platform == "linux" and shutil.which("cc") is not None
 USES_KERNELS = HAS_COMPILER and os.environ.get(INSTRUCTION_SET) != "none"
@@ -361,18 +361,6 @@ def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokeni
         assert each.token_ids.tolist() == expected
         scores.append(logprobs)
     assert_exact_logprobs(completions, np.concatenate(scores, 1))
-
-
-def test_low_scheduled_temperature_samples_greedily(tokenizer: Any) -> None:
-    """The temperature of the step applies to the sampling, not to the logprob only."""
-    cold = Sampling(
-        max_completion_length=12,
-        schedule=TemperatureSchedule("linear", start=1e-3, end=5.0, max_steps=9),
-    )
-    first = engine_of(sharp_model(), tokenizer, step=0)
-    assert tokens(sampled(first, cold)) == tokens(sampled(first, GREEDY))
-    last = engine_of(sharp_model(), tokenizer, step=8)
-    assert tokens(sampled(last, cold)) != tokens(sampled(last, GREEDY))
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.v_proj.weight"])

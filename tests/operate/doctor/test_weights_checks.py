@@ -196,7 +196,7 @@ def test_weights_behind_a_url(tmp_path: Path) -> None:
         protected = f"http://127.0.0.1:{server.port}"
         check = weights_checks.check_address(protected, None, run_id="demo-1")
     assert not check.ok
-    assert check.detail == f"{protected} requires the password in weights.token_file"
+    assert check.detail == f"{protected} requires the password in security.token_file"
     check = weights_checks.check_address(address, None, run_id="demo-1")
     assert not check.ok and "does not answer" in check.detail
     assert check.remedy.startswith("start the trainer with weights.serve_port")
