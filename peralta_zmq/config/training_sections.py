@@ -101,6 +101,7 @@ class EnvSampling(PartialSection):
     top_k: NonNegativeInt | None = None
     min_p: FractionOrZero | None = None
     repetition_penalty: PositiveFloat | None = None
+    min_tokens: NonNegativeInt | None = None
     max_completion_length: PositiveInt | None = None
     stop: Strings | None = None
 
@@ -130,7 +131,7 @@ class EnvSection(RewardSettings, DataSection):
     sampling: EnvTrainSampling | None = None
     """settings of [sampling] that differ in this environment, such as
     { temperature = 0.8, max_completion_length = 64 }: num_generations, temperature, top_p, top_k,
-    min_p, repetition_penalty, max_completion_length, stop"""
+    min_p, repetition_penalty, min_tokens, max_completion_length, stop"""
     rollouts_per_example: PositiveInt | None = None
     """completions per problem in evaluations; None = eval.rollouts_per_example"""
     eval_sampling: EnvEvalSampling | None = None
@@ -205,6 +206,8 @@ class SamplingSection(Section):
     """keep tokens with at least this fraction of the highest probability; 0 = off"""
     repetition_penalty: PositiveFloat = 1.0
     """above 1: lower the logits of tokens that occur in prompt or completion; 1 = off"""
+    min_tokens: NonNegativeInt = 0
+    """minimum number of sampled tokens before a completion may end"""
     max_completion_length: PositiveInt | None = 256
     """maximum number of sampled tokens, including the end token; None = as many as the prompt
     leaves of engine.max_model_len. Left out: 256, more for long answers or a model that thinks"""

@@ -508,7 +508,9 @@ def test_evaluation_without_usable_prompts_does_not_end_the_generator(
 ) -> None:
     tokenizer = models.load_tokenizer(models.EMBEDDED)
     longest = 1012  # of the 1024 tokens that the model reads
-    opened = scene.start(8, tokenizer=tokenizer, eval={"max_completion_length": longest})
+    opened = scene.start(
+        8, tokenizer=tokenizer, eval={"sampling": {"max_completion_length": longest}}
+    )
     scene.announce(wire.Announcement("run", evaluation_step=8))
     sampler, training, evaluation = opened.sources()
     evaluation.submit_due(sampler)

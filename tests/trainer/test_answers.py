@@ -75,7 +75,7 @@ def answers_to(problems: Sequence[Problem], opened: Answering) -> dict[str, list
 def test_problems_get_as_many_answers_as_the_settings_say() -> None:
     opened = answering(
         HeldOut(lambda problem, _: float(problem.id) / 4),
-        eval={"rollouts_per_example": 2, "max_completion_length": 6},
+        eval={"rollouts_per_example": 2, "sampling": {"max_completion_length": 6}},
     )
     results = answers_to(PROBLEMS, opened)
     for number in (1, 2, 3):
