@@ -103,7 +103,7 @@ def test_resumed_step_is_not_evaluated_again(tmp_path: Path) -> None:
             first.advance()
     with ExitStack() as stack:
         announcement = Session(stack, tmp_path).trainer.session.announcer.announcement
-        assert announcement.evaluation_step == -1
+        assert announcement.evaluation_step is None
 
 
 def test_steps_without_finite_gradient_end_the_run_which_can_continue(continued: Continued) -> None:
