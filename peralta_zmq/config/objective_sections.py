@@ -56,23 +56,23 @@ class LossSection(PartialSection):
     name: Text = "reinforce"
     """a shipped loss, or a custom function (file.py:function or module:function)"""
     importance_sampling_level: Literal["token", "sequence_mean", "sequence_product"] = "token"
-    """ratio of a token: its own, or of its completion, as the geometric mean (sequence_mean) or the
-    product (sequence_product) of the tokens' ratios"""
+    """ratio of a token, or of its completion: geometric mean (sequence_mean) or product
+    (sequence_product) of the tokens' ratios"""
     aggregation: Literal["token", "rollout", "sum", "constant"] = "token"
-    """mean over all tokens of the update (token); mean over each rollout, then over rollouts
-    (rollout); sum over each rollout, then mean over rollouts (sum), and that divided by
+    """mean over all tokens (token); over the tokens of each rollout, then over rollouts (rollout);
+    sum over each rollout, then mean over rollouts (sum), and that divided by
     sampling.max_completion_length (constant)"""
     epsilon: Probability = 0.2
     """lower clip range of the ratio (1 - epsilon)"""
     epsilon_high: PositiveFloat | None = None
-    """upper clip range (1 + epsilon_high), epsilon if not set; reinforce: upper limit of the
-    ratio (1 + epsilon_high), off if not set; cispo: upper limit of the ratio (epsilon_high)"""
+    """upper clip range (1 + epsilon_high); None = epsilon. reinforce: upper limit of the ratio (1 +
+    epsilon_high); cispo: upper limit of the ratio"""
     delta: PositiveFloat | None = None
     """upper limit of the ratio without the clip, also where A < 0 (dual clip)"""
     importance_sampling_mode: CorrectionMode | None = None
     """off-policy correction: the ratio is to the policy before the step, and the loss is weighted
-    by the ratio of that policy to the sampling policy, per token or completion, limited
-    (truncate) or 0 (mask) above its bound"""
+    by the ratio of that policy to the sampling policy, limited (truncate) or 0 (mask) above its
+    bound"""
     importance_sampling_clip_max: PositiveFloat | None = 3.0
     """importance_sampling_mode: upper bound of the weight"""
     token_mask: Range | None = None
@@ -80,23 +80,21 @@ class LossSection(PartialSection):
     off_policy_mask_threshold: PositiveFloat | None = None
     """leave out rollouts with A < 0 whose mean log ratio of sampling policy to policy is larger"""
     top_entropy_quantile: Fraction = 1.0
-    """train only this share of the tokens of a step, those with the highest entropy; 1 = all"""
+    """train only this share of the tokens of a step, those with the highest entropy"""
     teacher_tau: NonNegativeFloat = 0.0
     """coefficient of the KL to the teacher, as a term of the advantage of each token"""
     kl_tau: NonNegativeFloat = 0.0
-    """coefficient of the squared log ratio to the sampling policy; importance: of the log ratio, as
-    a term of the advantage"""
+    """coefficient of the squared log ratio to the sampling policy; importance: of the log ratio, in
+    the advantage"""
     beta: NonNegativeFloat = 0.0
-    """coefficient of the KL to the reference model, the model before training: k3 = e^x - x - 1,
-    where x is the log ratio of that model to the policy, within +-10"""
+    """coefficient of the KL (k3) to the model before training"""
     use_bias_correction_kl: bool = True
     """multiply this estimate by the ratio, which makes its gradient unbiased"""
     entropy_coef: NonNegativeFloat = 0.0
     """any loss: coefficient of the entropy bonus; 0 = off"""
     sft_file: Text | None = None
-    """any loss: demonstrations that each update trains, too, an eighth of train.batch_size in a
-    step: a CSV, JSONL or Parquet file with the columns prompt and completion, on each machine of
-    the trainer; None = none"""
+    """any loss: demonstrations that each update trains too: a CSV, JSONL or Parquet file with the
+    columns prompt and completion; None = none"""
     sft_weight: PositiveFloat = 0.1
     """sft_file: coefficient of the mean negative logprob of the completions' tokens"""
     kwargs: Table = Field(default={})
@@ -172,13 +170,12 @@ class AdvantageSection(Section):
     name: Text = "group_mean"
     """a shipped estimator, or a custom function (file.py:function or module:function)"""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """group_zscore, leave_one_out: divide by the standard deviation of the rewards of the group, or
-    of the step, or do not divide; None = group for group_zscore, none for leave_one_out"""
+    """group_zscore (default group), leave_one_out (default none): divide by the standard deviation
+    of the group, of the step, or do not divide"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
     )
-    """the reward is the sum of its terms, or of the terms after normalization in the group, with
-    the weights task.reward_weights"""
+    """the reward is the sum of its terms, or of the terms after normalization in the group"""
     kwargs: Table = Field(default={})
     """keyword arguments of a custom estimator, as a TOML table or as JSON"""
 
@@ -193,4 +190,4 @@ class FilterSection(Section):
     remove: Names = ()
     """filters that also remove them from the loss, but not from the group's baseline"""
     kwargs: dict[str, Table] = Field(default={})
-    """options of the filters, a table for each of them, as in { repetition = { window = 500 } }"""
+    """options of the filters, a table for each: { repetition = { window = 500 } }"""

@@ -141,12 +141,12 @@ class RunSection(Section):
     dir: LocalPath = "runs"
     """parent folder of all run folders"""
     fork: Text | None = None
-    """run whose weights a new run continues from, under any settings: a name in run.dir or the
-    folder of a run; it is read at the first start only"""
+    """run whose weights a new run continues from: a name in run.dir or the folder of a run; read at
+    the first start only"""
     from_step: NonNegativeInt | None = None
     """step of run.fork that has a checkpoint or published weights; None = the newest checkpoint"""
     fork_optimizer: bool = True
-    """continue with the optimizer's state too, if it is in a checkpoint of the same train.optim"""
+    """continue with the optimizer's state too, if a checkpoint of the same train.optim has it"""
     seed: NonNegativeInt = 0
     """seed of all random number generators of the run"""
     num_local_generators: PositiveInt = 1
@@ -162,35 +162,34 @@ class ModelSection(Section):
     """The language model."""
 
     name: Text = "embedded"
-    """a Hugging Face folder, a name in the local hub cache, or one in this package: 'embedded', or
-    'embedded_turns' for the tasks guess_number and calculator_tool"""
+    """a Hugging Face folder, a name in the local hub cache, or a shipped model: 'embedded',
+    'embedded_turns'"""
     device: Text = "auto"
-    """cpu, cuda, cuda:1, mps, or auto = the accelerator of this machine if it has one"""
+    """cpu, cuda, cuda:1, mps, or auto = the accelerator if there is one"""
     teacher: Text | None = None
     """teacher model with the same vocabulary, for loss.teacher_tau; None = the base model"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """number format in which generators compute; train.dtype is that of the trainer"""
     trust_remote_code: bool = False
-    """run custom Python code in a model folder (auto_map in its config.json); then anyone with
-    write access to the weights folder can run code on the generators"""
+    """run custom Python code of a model folder (auto_map); then anyone with write access to the
+    weights folder can run code on the generators"""
 
 
 class EngineSection(Section):
     """The sampling engine of the generators."""
 
     name: Text = "auto"
-    """native, hf, mlx, vllm, the import path of a custom engine (module:attribute), or auto = mlx
-    on Apple silicon and vllm on CUDA if these libraries are installed, else native"""
+    """native, hf, mlx, vllm, a custom engine (module:attribute), or auto = mlx on Apple silicon and
+    vllm on CUDA if installed, else native"""
     slots: PositiveInt = 32
     """completions that are sampled concurrently; a finished one is replaced at once"""
     max_model_len: PositiveInt = 1024
-    """tokens of prompt and completion per slot; memory grows with slots x max_model_len.
-    Left out: as the longest prompt needs"""
+    """tokens of prompt and completion per slot. Left out: as the longest prompt needs"""
     quantize: Bits | None = None
     """bits per weight of linear layers while sampling, with engine mlx; None = as published"""
     gpu_memory_utilization: Fraction | None = None
-    """fraction of the memory that each generator may use, of its GPU or with model.device cpu of
-    the machine; None = vLLM's default, or all"""
+    """fraction of the memory of its device that each generator may use; None = vLLM's default, or
+    all"""
     vllm_args: Table = Field(default={})
     """other arguments of vLLM's EngineArgs, with engine vllm, e.g. { tensor_parallel_size = 2 }"""
 
@@ -201,13 +200,13 @@ class GeneratorSection(Section):
     name: PlainName | None = None
     """name in metrics and logs; None = hostname-index"""
     index: NonNegativeInt = 0
-    """number from 0 to count - 1: while the trainer assigns it no problems, this generator samples
-    every count-th problem"""
+    """number from 0 to count - 1: without problems from the trainer, this generator samples every
+    count-th problem"""
     count: PositiveInt = 1
     """number of generators that divide the problems by their index meanwhile"""
     serve_port: Port | None = None
-    """port for chats with the newest weights through OpenAI's API; generator `index` uses the port
-    plus its index; None = not served"""
+    """port (plus generator.index) for chats with the newest weights through OpenAI's API; None =
+    not served"""
     token_file: LocalPath | None = None
     """file of mode 0600 with the API key for serve_port; None = only this machine can connect"""
 
@@ -222,34 +221,32 @@ class WireSection(Section):
     """Network addresses of the trainer."""
 
     host: Host = "127.0.0.1"
-    """host name or address (IPv4 or IPv6) of the trainer, as seen from the generators"""
+    """host name or address of the trainer, as seen from the generators"""
     port: Port = 5555
     """port for rollouts; the next three ports: announcements, generator status, bin/doctor"""
     bind: Host = "127.0.0.1"
     """address that the trainer binds; 0.0.0.0 = all network interfaces, :: = also with IPv6"""
     address_dir: LocalPath | None = None
-    """folder shared by all machines, in which a started trainer writes its address (host and the
-    first free ports from port on) and where generators find it, also after a move of the trainer to
-    another machine; None = generators use host and port"""
+    """folder shared by all machines, in which a started trainer writes its address and generators
+    find it, also after a move to another machine; None = generators use host and port"""
 
 
 class WeightsSection(Section):
     """The weight store: where the trainer publishes and generators load weights."""
 
     dir: Store | None = None
-    """folder shared by all machines, s3://BUCKET/PREFIX, or on generators http://TRAINER:PORT;
-    None = the folder weights/ in the run folder"""
+    """folder shared by all machines, s3://BUCKET/PREFIX, or on generators http://TRAINER:PORT; None
+    = weights/ in the run folder"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """number format of published weights; only bfloat16 gives small deltas"""
     interval: PositiveInt = 1
-    """training steps between two published versions; the weights at an evaluation and at the end of
-    a session are published too"""
+    """training steps between two published versions"""
     keep_last: PositiveInt = 3
-    """number of newest versions to keep, together with the versions that their deltas need"""
+    """number of newest versions to keep"""
     keep_interval: PositiveInt | None = None
     """keep every n-th version permanently; None = off"""
     keep_seconds: NonNegativeFloat = 10.0
-    """minimum seconds to keep a version that is no longer needed, for slow readers (NAS: 600)"""
+    """minimum seconds to keep an old version, for slow readers (NAS: 600)"""
     wait_for_weights_timeout: PositiveFloat | None = None
     """seconds after which a generator without any weights exits; None = no limit"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
@@ -268,7 +265,7 @@ class CheckpointSection(Section):
     keep_last: PositiveInt | None = 2
     """number of newest checkpoints to keep; None = all"""
     keep_journal: bool = False
-    """keep the journal (recorded groups) from the first step, so that bin/replay can start at 0"""
+    """keep the journal from the first step, so that bin/replay can start at 0"""
 
 
 class VerifierSection(Section):

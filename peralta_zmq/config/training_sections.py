@@ -36,13 +36,13 @@ class RewardSettings(Section):
 
     reward: Names = ()
     """reward function instead of the task's own: answer_match, exact_match, regex, soft_overlong,
-    boxed_answer, or your own (file.py:function or module:function) with the signature of a task's
-    or of TRL's. Several of the latter: the reward is their weighted sum; `task` = the task's own"""
+    boxed_answer, or your own (file.py:function or module:function). Of several, `task` = the task's
+    own, the reward is the weighted sum"""
     reward_weights: Numbers | None = None
     """weights of several reward functions, in order; None = 1 for each"""
     reward_kwargs: Table = Field(default={})
-    """keyword arguments of the reward function, as a TOML table or as JSON; of several functions a
-    table of such tables by function: { regex = { pattern = "..." } }"""
+    """keyword arguments of the reward function; of several functions a table for each: { regex = {
+    pattern = "..." } }"""
 
 
 class TaskSection(RewardSettings):
@@ -52,42 +52,38 @@ class TaskSection(RewardSettings):
     """
 
     name: Text | None = None
-    """a shipped task, or one of your own (file.py or module); None = `rows` if data.train is a file
-    or folder, else calculator"""
+    """a shipped task, or your own (file.py or module); None = `rows` if data.train is a file or
+    folder, else calculator"""
     max_turns: Annotated[int, Field(ge=1, le=64)] = 8
-    """completions of a rollout, for tasks that reply to completions or have tools; a longer
-    episode is cut off"""
+    """completions after which an episode with several turns is cut off"""
     reward_timeout: PositiveFloat = 10.0
-    """seconds for one call of a reward function: a completion, or the whole group for a function
-    with TRL's signature; after a timeout the group is discarded"""
+    """seconds for one call of a reward function; after a timeout the group is discarded"""
     reward_workers: PositiveInt | None = None
-    """processes that call reward functions, on each generator and verifier; None = number of CPU
-    cores / run.num_workers. Raise it for a reward function that waits"""
+    """processes that call reward functions, on each generator and verifier; None = CPU cores /
+    run.num_workers"""
 
 
 class DataSection(Section):
     """Data files of the task; None = the default of the task."""
 
     train: Text | None = None
-    """training problems: a shipped data set (math_1k), the path of a CSV, JSONL or Parquet file, or
-    of a folder that datasets' save_to_disk made"""
+    """training problems: a shipped data set (math_1k), a CSV, JSONL or Parquet file, or a folder of
+    save_to_disk of the library datasets"""
     eval: Text | None = None
     """held-out problems, as train; None = the default of the task, for `rows` a tenth of the
     training rows"""
     prompt_column: Text | None = None
-    """column with the question, a text or a list of messages; a row may have input_token_ids
-    instead"""
+    """column with the question, a text or a list of messages"""
     answer_column: Text | None = None
     """column with the answer, which is never part of the prompt"""
     system_prompt: str | None = None
     """system message before each question"""
     args: Table = Field(default={})
-    """other keyword arguments of the task's function `problems`, as a TOML table or as JSON"""
+    """other keyword arguments of the task's function `problems`"""
     chat_template_kwargs: Table = Field(default={})
     """variables of the model's chat template, for example { enable_thinking = true }"""
     overlong: Literal["skip", "refuse"] = "skip"
-    """prompts that leave no room for a completion in engine.max_model_len or the model's context:
-    skip them, or refuse to start"""
+    """skip prompts that leave no room for a completion, or refuse to start"""
 
 
 class EnvSampling(PartialSection):
@@ -126,12 +122,11 @@ class EnvSection(RewardSettings, DataSection):
     task: Text | None = None
     """name of the task, as task.name"""
     address: Names | None = None
-    """http://HOST:PORT of the bin/verifier that runs the task, or several of them, which take turns
-    and replace each other; None = no verifier"""
+    """http://HOST:PORT of the bin/verifier that runs the task, or a list of them, which take turns;
+    None = no verifier"""
     sampling: EnvTrainSampling | None = None
-    """settings of [sampling] that differ in this environment, such as
-    { temperature = 0.8, max_completion_length = 64 }: num_generations, temperature, top_p, top_k,
-    min_p, repetition_penalty, min_tokens, max_completion_length, stop"""
+    """settings of [sampling] that differ in this environment: temperature, top_p, top_k, min_p,
+    repetition_penalty, max_completion_length, stop"""
     rollouts_per_example: PositiveInt | None = None
     """completions per problem in evaluations; None = eval.rollouts_per_example"""
     eval_sampling: EnvEvalSampling | None = None
@@ -182,13 +177,13 @@ class CurriculumSection(Section):
     """Selection of the problems that are sampled."""
 
     env_ratios: Numbers | None = None
-    """relative number of samples of each [[env]], in order; None = its number of problems"""
+    """shares of the samples of each [[env]]; None = its number of problems"""
     easy_threshold: FractionOrZero | None = None
     """exclude problems with a mean reward of at least this (easy pool); None = off"""
     hard_threshold: FractionOrZero | None = None
     """exclude problems with a mean reward of at most this (hard pool); None = off"""
     online_difficulty_filtering: bool = False
-    """drop groups whose mean reward is exactly 0 or 1, and fill the batch with other groups"""
+    """replace groups whose mean reward is exactly 0 or 1"""
 
 
 class SamplingSection(Section):
@@ -199,43 +194,42 @@ class SamplingSection(Section):
     temperature: PositiveFloat = 1.0
     """divisor of the logits before the softmax"""
     top_p: Fraction = 1.0
-    """nucleus sampling: keep the most probable tokens up to this probability mass; 1 = off"""
+    """nucleus sampling: probability mass of the tokens that are kept; 1 = off"""
     top_k: NonNegativeInt = 0
     """keep this many most probable tokens; 0 = off"""
     min_p: FractionOrZero = 0.0
     """keep tokens with at least this fraction of the highest probability; 0 = off"""
     repetition_penalty: PositiveFloat = 1.0
-    """above 1: lower the logits of tokens that occur in prompt or completion; 1 = off"""
+    """lower the logits of tokens that occurred before; 1 = off"""
     min_tokens: NonNegativeInt = 0
     """minimum number of sampled tokens before a completion may end"""
     max_completion_length: PositiveInt | None = 256
-    """maximum number of sampled tokens, including the end token; None = as many as the prompt
-    leaves of engine.max_model_len. Left out: 256, more for long answers or a model that thinks"""
+    """maximum number of sampled tokens; None = as many as the prompt leaves of
+    engine.max_model_len. Left out: 256, more for long answers or a model that thinks"""
     stop: Strings | None = None
-    """end a completion when its text contains this string, or one of a list; it is removed"""
+    """text, or list of texts, that ends a completion and is removed from it"""
     skip_special_tokens: bool = False
-    """remove special tokens from the texts that rewards and replies get, which are otherwise exact
-    up to the end token"""
+    """remove special tokens from the texts that rewards and replies get"""
 
 
 class TrainSection(Section):
     """Optimizer, batch and off-policy limits."""
 
     batch_size: PositiveInt = 64
-    """rollouts per training step, a multiple of sampling.num_generations; if that differs between
-    environments, at least as many rollouts. Left out: 64, at most one group per problem"""
+    """rollouts per training step, a multiple of sampling.num_generations. Left out: 64, at most one
+    group per problem"""
     max_steps: PositiveInt = 80
     """training steps of the whole run"""
     optim: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
-    """AdamW with its state in float32, bfloat16 or 8 bits (8, 4 or 2 bytes per weight);
-    adamw_8bit needs the package extra `optim`"""
+    """AdamW with its state in float32, bfloat16 or 8 bits (8, 4 or 2 bytes per weight); adamw_8bit
+    needs the extra `optim`"""
     learning_rate: PositiveFloat = 1e-5
-    """peak learning rate. Left out: 1e-5, but 1e-4 with LoRA or for a model below 20 M parameters
-    (docs/rounding.md)"""
+    """peak learning rate. Left out: 1e-5, but 1e-4 with LoRA or for a model below 20 M
+    parameters"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """learning rate schedule after the warm-up"""
     warmup_steps: NonNegativeInt = 0
-    """training steps in which the learning rate rises linearly from 0 to its peak"""
+    """training steps in which the learning rate rises from 0 to its peak"""
     adam_beta1: Decay = 0.9
     """AdamW: decay of the mean of gradients"""
     adam_beta2: Decay = 0.95
@@ -243,38 +237,34 @@ class TrainSection(Section):
     weight_decay: NonNegativeFloat = 0.0
     """AdamW: decoupled weight decay"""
     master_noise: bool = True
-    """full fine-tuning: start the float32 master weights between the numbers of weights.dtype, and
-    compute with the published weights, so that small updates are not lost in rounding"""
+    """full fine-tuning: start the float32 master weights between the numbers of weights.dtype, so
+    that small updates are not lost in rounding"""
     max_grad_norm: PositiveFloat = 1.0
     """gradient clipping: maximum norm of the gradient"""
     max_tokens_per_microbatch: PositiveInt = 4096
-    """tokens per forward and backward pass; changes memory, not the gradient; of a longer rollout
-    the beginning is trained. Left out: the largest power of two that fits"""
+    """tokens per forward and backward pass; of a longer rollout the beginning is trained. Left out:
+    the largest power of two that fits"""
     keep_zero_std: bool = False
-    """also train on groups with equal rewards; useful with a loss term for a reference, a teacher
-    or the entropy, or with token_whitening over the whole step, which gives them advantages"""
+    """also train on groups with equal rewards, for a reference, a teacher, the entropy or
+    token_whitening"""
     num_iterations: PositiveInt = 1
-    """number of times that a training step uses its batch, as in TRL; each mini-batch is an
-    optimizer update"""
+    """number of times that a training step uses its batch, as in TRL"""
     num_minibatches: PositiveInt = 1
     """mini-batches per training step: parts of the batch, each with an optimizer update"""
     ref_sync_steps: PositiveInt | None = None
     """training steps after which the reference model becomes a copy of the policy; None = never"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """number format of matrix products; auto = bfloat16 where it is faster; weights and gradients
-    stay float32"""
+    """number format of matrix products; auto = bfloat16 where it is faster"""
     gradient_checkpointing: bool = False
     """recompute each layer in the backward pass: less memory, a third more time"""
     max_async_level: NonNegativeInt = 1
-    """weight versions that generators may run ahead; with weights.interval 1: training steps; 0 =
-    on-policy"""
+    """weight versions that generators may run ahead; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
-    """drop groups sampled by weights more than this many steps old; 0 if max_async_level is 0"""
+    """drop groups sampled by weights more than this many steps old"""
     max_mismatch_kl: PositiveFloat = 0.1
     """report a generator if the KL between its logprobs and the trainer's exceeds this"""
     memory_fraction: Fraction | None = None
-    """fraction of the memory that the trainer may use, of its GPU or with model.device cpu of the
-    machine; engine.gpu_memory_utilization is that of each generator; None = all"""
+    """fraction of the memory of its device that the trainer may use; None = all"""
 
     @property
     def staleness_limit(self) -> int:
@@ -306,25 +296,24 @@ class LoraSection(Section):
     """the output of an adapter is scaled by alpha / rank"""
     base_dtype: Literal["bfloat16", "float32", "int8", "nf4"] = "bfloat16"
     """format of the base model on the trainer: 2, 4, 1.03 or 0.53 bytes per weight of a linear
-    layer; generators sample from the same values"""
+    layer"""
     target_modules: Names = ("all-linear",)
-    """linear layers with an adapter, by the ends of their names (q_proj,v_proj);
-    all-linear = all of them except the head"""
+    """linear layers with an adapter, by the ends of their names (q_proj,v_proj); all-linear = all
+    except the head"""
 
 
 class EvalSection(Section):
     """Evaluation on held-out problems before, during and after training."""
 
     interval: PositiveInt = 20
-    """training steps between two evaluations by the generators. Left out: a quarter of
-    train.max_steps"""
+    """training steps between two evaluations. Left out: a quarter of train.max_steps"""
     num_examples: int = -1
     """held-out problems per environment; -1 = all"""
     rollouts_per_example: PositiveInt = 1
     """completions per problem: 1 = greedy, more = sampled as in training, for pass@k and avg@k"""
     sampling: EnvEvalSampling | None = None
-    """settings of [sampling] that differ in evaluations, as [[env]] sampling; a temperature that is
-    left out is 0 (greedy) for one completion per problem, else as in training"""
+    """settings of [sampling] that differ in evaluations; the temperature is 0 (greedy) by default
+    for one completion per problem"""
     eval_base_model: bool = True
     """also evaluate the model before training"""
     cancel_inflight_rollouts_on_eval: bool = False

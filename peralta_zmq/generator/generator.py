@@ -190,7 +190,7 @@ class Generator:
                 can_start = self._weights.are_applied and not rewards
                 timeout = 0.002 if is_idle else 0.0  # longest wait for an announcement
                 link.exchange(timeout=timeout, is_idle=is_idle and can_start)
-        finally:  # a thread of engine hf would keep the model for the next start
+        finally:  # a restart in this process may need the memory of their caches
             self._evaluation.drop(sampler)
             self._training.drop(sampler)
         link.send_status(last=True)
