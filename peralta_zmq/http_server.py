@@ -23,7 +23,7 @@ import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -136,7 +136,8 @@ class HttpServer:
 
     async def _fail(self, request: Request, error: Exception) -> Response:
         """Log each type of exception once only: a client may repeat its request every second."""
-        if (kind := type(error).__name__) not in self._logged:
+        kind = type(error).__name__
+        if kind not in self._logged and not isinstance(error, ClientDisconnect):
             self._logged.add(kind)
             path = request.scope["path"]
             logger.warning("%s request failed at %.100s (%.300r)", self._name, path, error)

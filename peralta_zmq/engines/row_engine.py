@@ -14,7 +14,6 @@ import torch
 
 from peralta_zmq.engines.completion_rows import Rows
 from peralta_zmq.engines.engine_models import AdapterMerger
-from peralta_zmq.errors import EngineError
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
 
@@ -93,7 +92,7 @@ class RowEngine:
     def advance(self) -> list[Completion]:
         """Sample a token for every row; returns the completions that have ended.
 
-        Raises EngineError for logits that are not finite, which drops all requests.
+        Raises EngineError for logits that are not finite. An exception drops all requests.
         """
         completions: list[Completion] = []
         if self.num_free() == self._rows.num_rows:
@@ -106,7 +105,7 @@ class RowEngine:
                 if self._rows.count:
                     self._sample(0, logits)
                 self._start()
-        except EngineError:
+        except Exception:
             self._rows.clear()
             self._waiting = []
             self._decoder.reset(is_damaged=True)

@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from contextlib import closing, suppress
 from typing import Any, TypeVar, cast
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -105,6 +106,7 @@ class Verifier:
             for env in environments.sizes
         }
         self._reward_timeout = config.task.reward_timeout
+        self._starting = asyncio.Lock()  # the pools are used by one thread at a time
         routes = [
             Route("/healthz", self.health),
             Route("/problems", self.problems),
@@ -155,7 +157,7 @@ class Verifier:
             "workers": sum(pool.num_workers for pool in pools),
         })  # fmt: skip
 
-    async def problems(self, request: Request) -> Response:
+    def problems(self, request: Request) -> Response:
         """All problems of an environment."""
         env = request.query_params.get("env", "")
         split = request.query_params.get("split", "train")
@@ -240,9 +242,11 @@ class Verifier:
         num_calls: int = 1,
     ) -> Result:
         """The result of the future of `start`, a call of `source`. Raises HTTPException."""
-        if not source.has_room:
-            raise HTTPException(503, "busy")
-        future = start()
+        # In a thread, since functions with a bounded duration are called at once.
+        async with self._starting:
+            if not source.has_room:
+                raise HTTPException(503, "busy")
+            future = await run_in_threadpool(start)
         waiting = asyncio.wrap_future(future)
         await asyncio.wait([waiting], timeout=self._reward_timeout * num_calls + MAX_WAIT_SECONDS)
         if not waiting.done():
@@ -278,7 +282,8 @@ async def _fields(request: Request, *names: str) -> list[Any]:
     """The values of env, problem and `names` in the request body. Raises HTTPException."""
     names = ("env", "problem", *names)
     try:
-        body = parse_json(await read_body(request, max_bytes=MAX_REQUEST_BYTES))
+        content = await read_body(request, max_bytes=MAX_REQUEST_BYTES)
+        body = await run_in_threadpool(parse_json, content)
         values = [body[name] for name in names]
     except (ValueError, TypeError, KeyError):
         values = []

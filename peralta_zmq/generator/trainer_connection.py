@@ -229,9 +229,9 @@ class TrainerConnection:
                 return
             self.outbox.mark_sent()
             self._full_since = None
-            self._full_queue.hide()
             failpoint("generator.sent")
         self._full_since = None
+        self._full_queue.hide()
 
     def _receive(self, timeout: float) -> None:
         """Receive announcements; open the connection for groups again if groups were lost."""

@@ -70,15 +70,26 @@ def advantages_of(
         for group in groups
     ]
     lengths = [[rollout.num_generated for rollout in group.rollouts] for group in groups]
-    step = {"step_rewards": [*chain(*rewards)], "step_lengths": [*chain(*lengths)]}
+    has_signal = [keep_zero_std or not equal_within_rounding(values) for values in rewards]
+    step = {
+        "step_rewards": [*chain(*rewards)],
+        # 0 in groups without signal, which are not trained: a mean over tokens leaves them out.
+        "step_lengths": [
+            length * is_trained
+            for group_lengths, is_trained in zip(lengths, has_signal, strict=True)
+            for length in group_lengths
+        ],
+    }
     names = Signature(advantage).names
     used = {name: values for name, values in step.items() if name in names}
     by_group = partial(cast(Any, advantage), **used)
     advantages: list[list[Advantage]] = []
-    for group, group_rewards, group_lengths in zip(groups, rewards, lengths, strict=True):
+    for group, group_rewards, group_lengths, is_trained in zip(
+        groups, rewards, lengths, has_signal, strict=True
+    ):
         if any(group.turn_rewards):
             advantages.append([*turn_advantages(group, advantage, keep_zero_std=keep_zero_std)])
-        elif keep_zero_std or not equal_within_rounding(group_rewards):
+        elif is_trained:
             advantages.append(by_group(group_rewards, group_lengths))
         else:
             advantages.append([])
@@ -224,7 +235,7 @@ def token_whitening(
     step_rewards: Sequence[float] = (),
     step_lengths: Sequence[int] = (),
 ) -> list[float]:
-    """(R - mean) / (std + WHITENING_EPS) over all generated tokens of the step (AReaL)."""
+    """(R - mean) / (std + WHITENING_EPS) over the trained tokens of the step (AReaL)."""
     if equal_within_rounding(step_rewards):
         return [0.0] * len(rewards)
     mean = _token_mean(step_rewards, step_lengths)

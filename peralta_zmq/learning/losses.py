@@ -377,15 +377,15 @@ def _rollout_masks(
     off_policy_mask_threshold is one for the mean of mu - pi if A < 0 (DeepSeek-V3.2, TRL).
     """
     masks = dict[str, Tensor]()
-    mean = sequence_mean(tokens, log_ratio)
     if loss.objective == "importance":
-        mean_ratio = ratio_of(mean)
+        mean_ratio = ratio_of(sequence_mean(tokens, log_ratio))
         masks["masked/geo"] = (mean_ratio < MEAN_RATIOS[0]) | (mean_ratio > MEAN_RATIOS[1])
         is_outlier = ratio_of(log_ratio) > MAX_TOKEN_RATIO
         masks["masked/sequence"] = sequence_sum(tokens, is_outlier) > 0
     if section.off_policy_mask_threshold is not None:
         is_negative = sequence_mean(tokens, tokens.advantages) < 0
-        masks["masked/off_policy"] = is_negative & (-mean > section.off_policy_mask_threshold)
+        change = -sequence_mean(tokens, log_ratio)
+        masks["masked/off_policy"] = is_negative & (change > section.off_policy_mask_threshold)
     return masks
 
 

@@ -240,11 +240,13 @@ def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
 def _memory(device: torch.device) -> tuple[int, int, int]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return total, free, torch.cuda.memory_reserved(device)
+        used = torch.cuda.memory_allocated(device)
+        # What torch keeps of freed tensors can be allocated again.
+        return total, free + torch.cuda.memory_reserved(device) - used, used
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
-        free = total - torch.mps.current_allocated_memory()
-        return total, free, torch.mps.driver_allocated_memory()
+        used = torch.mps.current_allocated_memory()
+        return total, total - used, used
     machine = psutil.virtual_memory()
     limits = memory_limits()
     total = min([machine.total, *(limit for limit, _ in limits)])

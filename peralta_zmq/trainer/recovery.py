@@ -11,8 +11,7 @@ A start brings the trainer to step N, the newest step that the run folder holds:
    settings.
 3. Correct the run log: remove steps whose groups the journal has lost, which is a roll-back (the
    lineage counts them); add weight versions that were published just before a kill.
-4. Return some problems, which were excluded as too easy or too hard, to the problems in use.
-5. Publish the weights of step N, unless the weights folder has them; announce them.
+4. Publish the weights of step N, unless the weights folder has them; announce them.
 
 Groups that a kill has lost are sent again: the trainer has not acknowledged them as durable.
 """
@@ -206,12 +205,12 @@ class Recovery:
             )
         session.wait_out(lambda: write_resolved(session.config, session.folder))
 
-    # 3. to 5.
+    # 3. and 4.
 
-    def finish(self) -> bool:
-        """Correct the run log and publish; False if a stop has ended the replay."""
+    def finish(self) -> None:
+        """Correct the run log and publish, unless a stop has ended the replay."""
         if not self.is_replayed:
-            return False
+            return
         step = self.policy.learner.step
         wait_out = self.session.wait_out
         folder = self.session.folder
@@ -225,7 +224,6 @@ class Recovery:
         self.collector.admission.abandoned = wait_out(lambda: abandoned_weights(folder, step))
         self._report(step)
         self._publish(step)
-        return True
 
     def _report(self, step: int) -> None:
         run_log = self.session.run_log

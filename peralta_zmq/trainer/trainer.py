@@ -178,7 +178,7 @@ class Trainer:
         """Evaluate the newest weights together with the generators; False after a stop request."""
         for _ in self.evaluations.evaluate(self.step):
             self.collector.receive_answers(self.step + 1)
-        return self.evaluations.is_recorded(self.step)
+        return not self.session.stop.requested or self.evaluations.is_recorded(self.step)
 
     def advance(self) -> None:
         """Take one training step; returns without one if a stop is requested."""

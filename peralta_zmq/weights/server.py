@@ -38,7 +38,10 @@ def serve_weights(
 
     # Ordinary functions, which starlette calls in threads: the folder may be on a slow NAS.
     def list_versions(request: Request) -> Response:
-        names = sorted(filter(VERSION_NAME.fullmatch, backend.names()))
+        try:
+            names = sorted(filter(VERSION_NAME.fullmatch, backend.names()))
+        except FileNotFoundError:  # an unmounted NAS
+            raise HTTPException(404) from None
         return Response(json.dumps(names), media_type="application/json")
 
     def send_file(request: Request) -> Response:
@@ -56,9 +59,12 @@ def serve_weights(
         headers = {"Content-Length": str(size - start)}
         if requested:
             headers["Content-Range"] = f"bytes {start}-{max(start, size - 1)}/{size}"
+        status = 206 if requested else 200
+        if request.method == "HEAD":  # starlette would read the whole file
+            return Response(status_code=status, headers=headers)
         return StreamingResponse(
             _read(backend, names, start, size),
-            206 if requested else 200,
+            status,
             headers,
             media_type="application/octet-stream",
         )

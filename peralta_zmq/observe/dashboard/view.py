@@ -63,7 +63,7 @@ MAX_REPORT_CHARACTERS = 1_000_000  # texts of the newest samples of a run in the
 MAX_EVENT_TEXT = 300  # characters
 KEPT = "\n\t\u00a0\u3000"  # white space that is not escaped in samples
 # Events that are listed but not marked in the charts; RunFiles.events lacks "publish" and "drop".
-UNMARKED = {*EVALUATION_EVENTS, "worker_info", "final_status", "pool_refilled", "pool_returned"}
+UNMARKED = {*EVALUATION_EVENTS, "worker_info", "final_status", "pool_refilled"}
 
 STATIC = files("peralta_zmq.observe.dashboard") / "static"
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
