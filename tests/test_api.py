@@ -24,7 +24,7 @@ STEPS = 3
 def settings(folder: Path, **others: Any) -> dict[str, Any]:
     port = int(unused_address().rpartition(":")[2])
     return {
-        **{"run": {"dir": str(folder)}, "wire": {"port": port}, "dashboard": {"enabled": False}},
+        **{"run": {"dir": str(folder)}, "wire": {"port": port}, "dashboard": {"port": None}},
         **{"max_completion_length": 24, "num_generations": 4, "batch_size": 16, "slots": 16},
         **others,
     }

@@ -42,8 +42,7 @@ def run(tmp_path: Path, port: int) -> Iterator[RealRun]:
         [[env]]
         task = "calculator"
         train = "math_10k"
-        num_generations = 3
-        sampling = {{ temperature = 0.7, max_completion_length = 7 }}
+        sampling = {{ num_generations = 3, temperature = 0.7, max_completion_length = 7 }}
         rollouts_per_example = 1
         [curriculum]
         env_ratios = [1, 1]

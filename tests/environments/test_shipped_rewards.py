@@ -54,10 +54,10 @@ def test_boxed_answer_refuses_a_target_without_mathematics() -> None:
 
 
 def test_only_functions_with_limited_time_are_bounded() -> None:
-    names = registry.TABLES["reward_function"]
+    names = registry.TABLES["reward"]
     bounded = {
         name
         for name in names
-        if getattr(registry.resolve("reward_function", name), "REWARD_IS_BOUNDED", False)
+        if getattr(registry.resolve("reward", name), "REWARD_IS_BOUNDED", False)
     }
     assert bounded == {"exact_match", "soft_overlong"}

@@ -154,7 +154,7 @@ def test_closed_client_cancels_waiting_requests() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
-        environment = remote_at(holder.getsockname()[1], retry_seconds=50)
+        environment = remote_at(holder.getsockname()[1], retry_seconds=50, concurrency=1)
         futures = [environment.score(PROBLEM, ["2"], [()]) for _ in range(3)]
         assert not environment.has_room
         holder.accept()[0].close()

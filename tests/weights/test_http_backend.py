@@ -78,7 +78,7 @@ def test_wrong_token_is_refused(store: WeightStore, server: HttpServer) -> None:
     assert get(server, "/", Authorization="Bearer wrong")[0] == 401
     client = client_of(server, None)
     assert client.newest() is None and "requires the password" in client.last_error
-    with pytest.raises(PermissionError, match=r"requires the password in weights\.token_file"):
+    with pytest.raises(PermissionError, match=r"requires the password in security\.token_file"):
         client_of(server, "f" * 16).backend.names()
 
 
@@ -155,7 +155,7 @@ def test_http_store_cannot_be_published_to(server: HttpServer) -> None:
 def test_server_without_a_token_or_on_a_used_port_is_refused(
     store: WeightStore, server: HttpServer
 ) -> None:
-    with pytest.raises(ConfigError, match=r"set weights\.token_file"):
+    with pytest.raises(ConfigError, match=r"set security\.token_file"):
         serve_weights(store.folder, host="0.0.0.0", port=0, token=None)
     with pytest.raises(ConfigError, match=r"weights\.serve_port \d+ cannot be used"):
         serve_weights(store.folder, host="127.0.0.1", port=server.port, token=None)
