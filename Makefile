@@ -57,7 +57,7 @@ NOT_EMULATED := memory_is_limited or orphans_of_a_tool or percent_of_a_core or \
   reexecutes_with_python
 
 test-aarch64: .venv-aarch64/ready  ## Tests in an emulated Python for ARM (Debian: apt install mmdebstrap qemu-user gcc-aarch64-linux-gnu)
-	@PYTHONPATH=tests/without_torch .venv-aarch64/bin/python -m pytest $(AARCH64_TESTS) \
+	@PYTHONPATH=tests/support/without_torch .venv-aarch64/bin/python -m pytest $(AARCH64_TESTS) \
 	  -k 'not ($(NOT_EMULATED))' --numprocesses 2 --dist worksteal --timeout 300 $(ARGS)
 	@PATH=$(AARCH64)/bin:$$PATH PERALTA_KERNELS=armv8-a .venv-aarch64/bin/python -m pytest \
 	  tests/engines/native/kernels/test_kernels.py --timeout 300 $(ARGS)

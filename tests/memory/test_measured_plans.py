@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak of a process"),
 ]
-TESTS = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 # A sixth of the layers of Qwen3-0.6B with a fifth of its vocabulary: 158 M parameters.
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,
@@ -62,11 +62,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_plan_is_within_15_percent_of_the_measured_peak(name: str, folder: Path) -> None:
     role, *arguments = SETTINGS[name]
-    command = [sys.executable, TESTS / "measured_memory.py", role, str(folder), *arguments]
+    command = [
+        sys.executable,
+        REPO / "tests/support/measured_memory.py",
+        role,
+        str(folder),
+        *arguments,
+    ]
     options = ("--model.device=cpu", "--engine.name=native")
     result = subprocess.run(
-        [*command, *options], capture_output=True, text=True, cwd=TESTS.parent, timeout=280,
-        env={"PYTHONPATH": str(TESTS.parent)},
+        [*command, *options], capture_output=True, text=True, cwd=REPO, timeout=280,
+        env={"PYTHONPATH": str(REPO)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     row = json.loads(result.stdout.splitlines()[-1])

@@ -26,7 +26,7 @@ from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.trainer.policy import write_merged
 
 RESULTS = Path(__file__).parent / "other_libraries.json"
-STUBS = Path(__file__).parents[1] / "without_torchvision"
+STUBS = Path(__file__).parents[1] / "support" / "without_torchvision"
 TOLERANCE = 1e-4  # of a logprob in fp32, as in test_families.py
 MODULES = {"mlx": "mlx_lm", "vllm": "vllm"}
 NAMES = {"mlx": "mlx-lm", "vllm": "vLLM"}

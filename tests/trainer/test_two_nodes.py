@@ -50,10 +50,10 @@ class Cluster:
             torchrun = [
                 *("-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"),
                 *(f"--nproc-per-node={per_node}", f"--master-addr={MASTER}"),
-                *(f"--master-port={port}", str(REPO / "tests/sharded_program.py")),
+                *(f"--master-port={port}", str(REPO / "tests/support/sharded_program.py")),
             ]
             environment = {
-                "GLOO_SOCKET_IFNAME": interface, "PYTHONPATH": f"{REPO}:{REPO / 'tests'}"
+                "GLOO_SOCKET_IFNAME": interface, "PYTHONPATH": f"{REPO}:{REPO / 'tests/support'}"
             }  # fmt: skip
             found.append(self._start(
                 namespace, f"{program}-{number}", *torchrun, program, *arguments,

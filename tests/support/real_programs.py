@@ -24,7 +24,7 @@ from tools.promise_checker import check
 from tools.run_history import DEMO_OPTIONS, RECORDING_OPTIONS, read_history
 from tools.small_disk import MOUNTING
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 SMALL = (
     *DEMO_OPTIONS,
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),

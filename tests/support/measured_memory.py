@@ -1,7 +1,7 @@
 """Measure the peak memory of a trainer's steps, or of a generator's engine, in this process.
 
-python tests/measured_memory.py trainer|generator FOLDER [OPTIONS] prints the measured and the
-planned peak in bytes, as JSON. FOLDER has a model.
+python tests/support/measured_memory.py trainer|generator FOLDER [OPTIONS] prints the measured and
+the planned peak in bytes, as JSON. FOLDER has a model.
 """
 
 from __future__ import annotations

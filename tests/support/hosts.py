@@ -25,7 +25,7 @@ from peralta_zmq.config.hosts import Host, Hosts
 from peralta_zmq.config.sections import SecuritySection, WireSection
 from tools.run_history import DEMO_OPTIONS
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/sbin:/usr/local/sbin")
 needs_rsync = pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync on this machine")
 needs_sshd = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 CONFIGS = REPO / "configs"
 
 

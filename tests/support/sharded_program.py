@@ -1,6 +1,6 @@
 """A program of bin/ whose ranks shard the parameters (FSDP2) on CPUs, as they do on CUDA.
 
-PYTHONPATH=.:tests torchrun ... tests/sharded_program.py trainer|replay ARGUMENTS
+PYTHONPATH=.:tests/support torchrun ... tests/support/sharded_program.py trainer|replay ARGUMENTS
 """
 
 from __future__ import annotations

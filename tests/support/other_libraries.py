@@ -1,6 +1,6 @@
 """Logprobs of IDS after the first one, in fp32, by transformers, mlx-lm or vLLM.
 
-python tests/other_libraries.py LIBRARY FOLDER... prints a line of JSON for each folder: its
+python tests/support/other_libraries.py LIBRARY FOLDER... prints a line of JSON for each folder: its
 `logprobs`, or the `reason` why the library does not load it.
 """
 
