@@ -247,6 +247,8 @@ class WeightsSection(Section):
     """keep every n-th version permanently; None = off"""
     keep_seconds: NonNegativeFloat = 10.0
     """minimum seconds to keep an old version, for slow readers (NAS: 600)"""
+    poll_seconds: PositiveFloat = 2.0
+    """seconds between two searches while the trainer announces no version"""
     wait_for_weights_timeout: PositiveFloat | None = None
     """seconds after which a generator without any weights exits; None = no limit"""
     update: Literal["in_flight", "between_groups"] = "in_flight"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from config_files import refusal, toml_refusal
 
+from peralta_zmq.config import load_config
 from peralta_zmq.config.foreign_names import EXPLANATIONS, NAMES, REMOVED, RIGHT_NAMES
 from peralta_zmq.config.schema import known_fields
 
@@ -45,8 +46,6 @@ def test_unknown_option_names_the_right_setting(flag: str, value: str, expected:
     ("[[env]]\nq = 1", "setting q in [[env]]; the settings there are train, eval, "),
     ("[[env]]\nreward_functions = ['regex']",
      "setting reward_functions in [[env]]; this setting was removed: list the functions in reward"),
-    ("[train]\nnum_workers = 2",
-     "setting train.num_workers = 2; this setting was removed: use run.num_workers"),
 ])  # fmt: skip
 def test_unknown_key_in_file_names_the_right_setting(
     text: str, expected: str, tmp_path: Path
@@ -87,3 +86,18 @@ def test_foreign_names_lead_to_existing_settings() -> None:
 def test_foreign_names_are_unique() -> None:
     assert len(RIGHT_NAMES) == sum(len(names.split()) for names in NAMES["settings"].values())
     assert not RIGHT_NAMES.keys() & EXPLANATIONS.keys()
+
+
+@pytest.mark.parametrize(("options", "name", "value"), [
+    (["--train.num-workers", "2", "--generator.num-workers", "2"], "run.num_workers", 2),
+    (["--task.reward-functions", "regex"], "task.reward", ("regex",)),
+    (["--no-dashboard.enabled"], "dashboard.port", None),
+    (["--dashboard.enabled"], "dashboard.port", 8470),
+    (["--dashboard.enabled", "--dashboard.port", "80"], "dashboard.port", 80),
+])  # fmt: skip
+def test_merged_setting_is_read_by_its_former_name(
+    options: list[str], name: str, value: object
+) -> None:
+    section, _, leaf = name.partition(".")
+    config = load_config("trainer", options)
+    assert getattr(getattr(config, section), leaf) == value
