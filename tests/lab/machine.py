@@ -83,7 +83,7 @@ class Machine:
         kernel = [
             str(self._cache / "usr/bin/linux.uml"), f"mem={MEMORY}", *disks,
             "rootfstype=hostfs", "hostfs=/", "ro", "quiet", "con=null", "con0=null,fd:1",
-            f"PYTHONPATH={TESTS}/support:{TESTS.parent}",  # unknown options go to init
+            f"PYTHONPATH={TESTS}:{TESTS.parent}:{TESTS}/support",  # unknown options go to init
             f"init={sys.executable}", "--", "-B", "-m", "lab.guest_init", str(self.folder),
         ]  # fmt: skip
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder)}
