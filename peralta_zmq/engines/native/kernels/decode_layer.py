@@ -299,9 +299,13 @@ def library_for(
     if device.type != "cpu" or dtype not in DEFINES or not supported:
         return None
     check = functools.partial(_is_correct, dtype=dtype, group=queries_per_head, head_dim=head_dim)
+    return compiler.load(SOURCE, ARGUMENTS, defines_for(dtype, head_dim), check=check)
+
+
+def defines_for(dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
+    """The compiler's options that compile decode_layer.c for `dtype` and `head_dim`."""
     unit = LANES if head_dim % (2 * LANES) else 2 * LANES  # the latter is faster
-    defines = (*DEFINES[dtype], f"-DWIDTH_UNIT={unit}")
-    return compiler.load(SOURCE, ARGUMENTS, defines, check=check)
+    return (*DEFINES[dtype], f"-DWIDTH_UNIT={unit}")
 
 
 def _is_correct(library: ctypes.CDLL, *, dtype: torch.dtype, group: int, head_dim: int) -> bool:

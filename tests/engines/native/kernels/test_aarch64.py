@@ -26,8 +26,7 @@ class EmulatedLibrary:
     def __init__(self, folder: Path, dtype: torch.dtype, head_dim: int) -> None:
         self._program, self._item_size = folder / "emulated", dtype.itemsize
         kernels, driver = Path(decode_layer.__file__).parent, Path(__file__).with_name("emulated.c")
-        unit = next(unit for unit in decode_layer.WIDTH_UNITS if not head_dim % unit)
-        defines = (*decode_layer.DEFINES[dtype], f"-DWIDTH_UNIT={unit}")
+        defines = decode_layer.defines_for(dtype, head_dim)
         flags = (
             *compiler.FLAGS,
             f"-I{kernels}",
