@@ -10,6 +10,10 @@ dry_run        checks of the prompts and the model; imported as a module
 memory_checks  memory planner, its plans against this machine, errors of allocations
 """
 
+# Imports that other packages use as attributes of this package:
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
 from peralta_zmq.build.components import (
     first_masters,
     load_policy,
@@ -43,41 +47,7 @@ from peralta_zmq.build.environments import (
 )
 from peralta_zmq.build.memory_checks import (
     MemoryPlanner,
-    check_memory,
     check_start,
     memory_errors,
     moves_snapshots,
 )
-
-__all__ = [
-    "MemoryPlanner",
-    "base_dtype",
-    "base_folder",
-    "check_memory",
-    "check_start",
-    "choose_engine",
-    "eval_group_sampling",
-    "first_masters",
-    "group_sampling",
-    "load_policy",
-    "make_advantage",
-    "make_demonstrations",
-    "make_engine",
-    "make_eval_sampling",
-    "make_filters",
-    "make_learner",
-    "make_live_engine",
-    "make_loss",
-    "make_reference_models",
-    "make_reward_functions",
-    "make_reward_pool",
-    "make_sampling",
-    "make_scorer",
-    "memory_errors",
-    "moves_snapshots",
-    "open_engine",
-    "open_environments",
-    "reference_models_used",
-    "update_settings",
-    "weight_update",
-]

@@ -65,15 +65,19 @@ def fit_settings(
     if not unset:
         return FittedConfig(config, {})
     folder = models.model_folder(config.model.name)
-    num_parameters = _num_parameters(folder)
+    try:
+        shape = read_shape(folder, trust_remote_code=config.model.trust_remote_code)
+        num_parameters = shape.num_parameters
+        size = f"{num_parameters / 1e6:.3g} M parameters"
+    except ConfigError:  # an unknown architecture
+        num_parameters = SMALL_MODEL
+        size = "a large model"
     chosen: dict[str, tuple[Any, str]] = {}
 
     def choose(name: str, value: Any, reason: str) -> None:
         if name in unset:
             chosen[name] = (value, reason)
 
-    is_known = num_parameters < float("inf")
-    size = f"{num_parameters / 1e6:.3g} M parameters" if is_known else "a large model"
     has_adapters = config.lora.rank is not None
     choose(
         "train.learning_rate",
@@ -193,14 +197,6 @@ def _longest_completion(config: Config) -> int:
     samplings = [make_sampling(config, env, seed=0) for env in config.environments]
     samplings += [make_eval_sampling(config, env, seed=0) for env in config.eval_environments]
     return max(sampling.max_completion_length for sampling in samplings)
-
-
-def _num_parameters(folder: Path) -> float:
-    """Parameters of a model; infinity if its architecture is unknown."""
-    try:
-        return read_shape(folder).num_parameters
-    except ConfigError:
-        return float("inf")
 
 
 def _completion_length(config: Config, lengths: _Lengths) -> tuple[int, str]:

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -17,24 +16,10 @@ from peralta_zmq.build.components import reference_models_used
 from peralta_zmq.build.engines import choose_engine, settings_with_turns
 from peralta_zmq.config import RESOLVED, Config, files_given
 from peralta_zmq.errors import ConfigError, OutOfMemoryError, program_name
-from peralta_zmq.memory import (
-    GIB,
-    Machine,
-    ModelShape,
-    Plan,
-    Role,
-    Workload,
-    frozen_bytes,
-    gib,
-    plan_generator,
-    plan_trainer,
-    read_shape,
-    workload_of,
-)
+from peralta_zmq.memory import GIB, Machine, ModelShape, Plan, Role, gib, read_shape
 from peralta_zmq.memory.remedies import NOTHING_HELPS, Advice, MakePlan, advise
 from peralta_zmq.models.frozen_base import has_only_bfloat16
 
-MAX_SHARE_AFTER_OOM = 0.8  # of the planned peak, for a setting proposed after an error
 logger = logging.getLogger(__name__)
 
 
@@ -47,22 +32,38 @@ class MemoryPlanner:
 
     @classmethod
     def of(cls, config: Config, folder: Path, *, memory_gib: float | None = None) -> MemoryPlanner:
-        """The planner for the model in `folder`, which is not loaded.
+        """The planner for the model in `folder`, whose weights are not loaded.
 
         `memory_gib` replaces the memory of this machine; with it, `cuda` or `mps` may be the
         device of another machine. Raises ConfigError for a model that cannot be planned, and for a
         device that cannot be used.
         """
-        shape = read_shape(folder)
-        return cls(shape, _machine_of(config, folder, shape, memory_gib))
+        shape = read_shape(folder, trust_remote_code=config.model.trust_remote_code)
+        engine = "native" if config.engine.name == "auto" else config.engine.name
+        try:
+            device = models.choose_device(config.model.device)
+            with suppress(ConfigError):  # the generator's machine reports it
+                engine = choose_engine(config, folder)[0]
+        except ConfigError:
+            kind = config.model.device.partition(":")[0]
+            if memory_gib is None or kind not in ("cuda", "mps"):
+                raise
+            device = torch.device(kind)
+        sampling, _ = models.choose_dtype(device, config.model.dtype)
+        training, _ = models.training_dtype_of(device, shape.hidden_size, config.train.dtype)
+        machine = Machine(
+            kind=device.type,
+            memory=models.total_bytes(device) if memory_gib is None else memory_gib * GIB,
+            training_dtype=str(training).removeprefix("torch."),
+            sampling_dtype=str(sampling).removeprefix("torch."),
+            engine=engine,
+            keeps_turns=settings_with_turns(config).keeps_turns,
+        )
+        return cls(shape, machine)
 
     def plan(self, config: Config, role: Role) -> Plan:
         """The plan of a role."""
         return self._function(config, role)(config)
-
-    def workload(self, config: Config) -> Workload:
-        """The tokens that the plan of the trainer assumes."""
-        return workload_of(config, self.shape, self.machine)
 
     def advise(self, config: Config, role: Role, *, limit: float | None = None) -> Advice:
         """What each remedy of a role saves, and which to choose; `limit` replaces the plan's."""
@@ -77,73 +78,22 @@ class MemoryPlanner:
     def _function(self, config: Config, role: Role) -> MakePlan:
         """The function from settings to the plan of a role; `config` sets the reference models."""
         if role == "generator":
-            return partial(plan_generator, shape=self.shape, machine=self.machine)
+            return partial(memory.plan_generator, shape=self.shape, machine=self.machine)
         used = reference_models_used(config)
         teacher_bytes = 0.0
         teacher = config.model.teacher if "teacher" in used else None
         if teacher is not None:
             folder = models.model_folder(teacher)
             base_dtype = "bfloat16" if has_only_bfloat16(folder) else "float32"
-            teacher_bytes = frozen_bytes(read_shape(folder), base_dtype)
+            shape = read_shape(folder, trust_remote_code=config.model.trust_remote_code)
+            teacher_bytes = memory.frozen_bytes(shape, base_dtype)
         return partial(
-            plan_trainer,
+            memory.plan_trainer,
             shape=self.shape,
             machine=self.machine,
             num_references=len(used) - (teacher is not None),
             teacher_bytes=teacher_bytes,
         )
-
-
-def _machine_of(
-    config: Config, folder: Path, shape: ModelShape, memory_gib: float | None
-) -> Machine:
-    """Device, memory and dtypes for the model in `folder`."""
-    engine = "native" if config.engine.name == "auto" else config.engine.name
-    try:
-        device = models.choose_device(config.model.device)
-        with suppress(ConfigError):  # the engine runs elsewhere: its generator reports a refusal
-            engine = choose_engine(config, folder)[0]
-    except ConfigError:
-        kind = config.model.device.partition(":")[0]
-        if memory_gib is None or kind not in ("cuda", "mps"):
-            raise
-        device = torch.device(kind)
-    sampling, _ = models.choose_dtype(device, config.model.dtype)
-    training, _ = models.training_dtype_of(device, shape.hidden_size, config.train.dtype)
-    return Machine(
-        kind=device.type,
-        memory=models.total_bytes(device) if memory_gib is None else memory_gib * GIB,
-        training_dtype=str(training).removeprefix("torch."),
-        sampling_dtype=str(sampling).removeprefix("torch."),
-        engine=engine,
-        keeps_turns=settings_with_turns(config).keeps_turns,
-    )
-
-
-class MemoryCheck(NamedTuple):
-    """A plan compared with the free memory of this machine."""
-
-    plan: Plan
-    problem: str  # with the remedy; empty if the plan fits
-
-
-def check_memory(config: Config, role: Role, folder: Path) -> MemoryCheck:
-    """Compare the plan of a role with the memory of this machine, without loading the model.
-
-    Raises ConfigError if the model cannot be planned.
-    """
-    planner = MemoryPlanner.of(config, folder)
-    plan = planner.plan(config, role)
-    device = models.choose_device(config.model.device)
-    free = min(plan.limit, models.free_bytes(device))
-    if plan.peak <= free:
-        return MemoryCheck(plan, "")
-    remedy = _remedy(planner, config, role, free)
-    return MemoryCheck(
-        plan,
-        f"the {role} needs about {gib(plan.peak)} GiB ({_parts_text(plan)}), {gib(free)} GiB of "
-        f"{device} are free; {remedy}",
-    )
 
 
 def check_start(config: Config, role: Role, folder: Path) -> None:
@@ -152,11 +102,18 @@ def check_start(config: Config, role: Role, folder: Path) -> None:
     It is no error, because the plan is an estimate: a run with short prompts needs less.
     """
     try:
-        problem = check_memory(config, role, folder).problem
+        planner = MemoryPlanner.of(config, folder)
+        plan = planner.plan(config, role)
+        device = models.choose_device(config.model.device)
+        free = min(plan.limit, models.free_bytes(device))
+        if plan.peak > free:
+            logger.warning(
+                "the %s needs about %s GiB (%s), %s GiB of %s are free; %s",
+                role, gib(plan.peak), _parts_text(plan), gib(free), device,
+                _remedy(planner, config, role, free),
+            )  # fmt: skip
     except ConfigError as error:
-        return logger.debug("memory not planned: %s", error)
-    if problem:
-        logger.warning("%s", problem)
+        logger.debug("memory not planned: %s", error)
 
 
 def moves_snapshots(config: Config, folder: Path) -> bool:
@@ -192,8 +149,8 @@ def _out_of_memory_text(config: Config, role: Role, text: str) -> str:
     except ConfigError:
         hint = f"{program_name('doctor')} plan{files_given()} shows what each setting needs"
         return f"{start}; {hint}"
-    limit = min(plan.limit, MAX_SHARE_AFTER_OOM * plan.peak)
-    remedy = _remedy(planner, config, role, limit)
+    # The plan was too small: the proposed setting needs at least a fifth less.
+    remedy = _remedy(planner, config, role, min(plan.limit, 0.8 * plan.peak))
     if (config.run_folder / RESOLVED).exists():
         remedy += f"; run {config.run.name} keeps its settings: choose another --run.name"
     return f"{start}; planned were {gib(plan.peak)} GiB ({_parts_text(plan)}); {remedy}"

@@ -1,11 +1,16 @@
 """Memory that a run needs, computed from its settings and the model's config.json.
 
-No model is loaded. `build` compares plans with the machine of a run; `bin/doctor plan` prints them.
+No weights are loaded. `build` compares plans with the machine of a run; `bin/doctor plan` prints
+them.
 
 model_shape   sizes of a model
 plan          the memory of trainer and generator
 remedies      settings that make a plan fit
 """
+
+# Imports that other packages use as attributes of this package:
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
 
 from peralta_zmq.memory.model_shape import ModelShape, read_shape
 from peralta_zmq.memory.plan import (
@@ -21,19 +26,3 @@ from peralta_zmq.memory.plan import (
     plan_trainer,
     workload_of,
 )
-
-__all__ = [
-    "GIB",
-    "Machine",
-    "ModelShape",
-    "Plan",
-    "Role",
-    "Workload",
-    "frozen_bytes",
-    "gib",
-    "moves_snapshots",
-    "plan_generator",
-    "plan_trainer",
-    "read_shape",
-    "workload_of",
-]

@@ -1,8 +1,9 @@
 """Memory that a trainer and a generator need, computed from the settings and a model's shape.
 
 A plan lists the parts of the memory in the phase in which their sum is largest. Prompts are assumed
-to be as long as engine.max_model_len permits, so a run with short prompts needs less. In formulas,
-c is bytes of a number in matrix products.
+to be as long as engine.max_model_len permits, so a run with short prompts needs less. Weights,
+gradients, optimizer state and caches are exact; activations are those of a decoder with attention
+and a gated MLP.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Literal, NamedTuple, TypeAlias
 from peralta_zmq.config import Config
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION
-from peralta_zmq.learning.optimizer import PART
 from peralta_zmq.memory.model_shape import ModelShape
 from peralta_zmq.models.base_formats import BYTES_PER_WEIGHT, PACKED_FORMATS
-from peralta_zmq.models.head import KEPT_BYTES, MIN_CHUNK
+from peralta_zmq.models.head import KEPT_BYTES
 from peralta_zmq.models.logprobs import CHUNK_LOGITS, DEFAULT_CHUNK_LOGITS
 from peralta_zmq.models.tree_attention import MATMUL_LENGTHS, attends_by_span
 
@@ -25,14 +25,8 @@ GIB = 1 << 30
 NUMBER_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 REMAINDER_BYTES = {"bfloat16": 2.0, "float16": 4.0}  # by weights.dtype
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 8 / 256}
-# Bytes per element that is updated at a time, of at most PART: fp32 copies of both moments, and
-# what bitsandbytes allocates on a CPU.
-OPTIMIZER_WORK = {"adamw": 0.0, "adamw_bf16": 8.0, "adamw_8bit": 20.0}
-# Of Python, torch and transformers in RAM: 0.26 GiB after the imports, more in use (measured on
-# Linux). On a GPU of the CUDA context.
+# Python, torch and transformers in RAM (measured on Linux), or the CUDA context on a GPU.
 PROCESS_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.5 * GIB, "mps": 0.35 * GIB}
-MAX_SHARE = 0.5  # of the memory, above which the trainer saves memory at the cost of time
-VLLM_FRACTION = 0.9  # of the GPU's memory, if engine.gpu_memory_utilization is not set
 Role: TypeAlias = Literal["trainer", "generator"]
 Parts: TypeAlias = dict[str, float]  # bytes by name
 
@@ -47,6 +41,11 @@ class Machine:
     sampling_dtype: str = "bfloat16"  # of generators, with model.dtype auto
     engine: str = "native"
     keeps_turns: bool = False  # the engine keeps keys and values of turns
+
+    @property
+    def reserves_memory(self) -> bool:
+        """Whether a generator reserves its fraction of the memory at the start."""
+        return self.engine == "vllm" and self.kind == "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +68,14 @@ class Plan:
         return self.peak <= self.limit
 
 
-class AttentionSize(NamedTuple):
-    """What a layer computes for the attention of a prefix tree (a group)."""
-
-    keys: int  # to which a token attends, including masked ones
-    copies: float = 1.0  # of a key
-
-
 class Workload(NamedTuple):
     """Tokens of a training step, with prompts of the largest length."""
 
     tokens: int  # of a micro-batch
-    attention: AttentionSize
     scored: int  # of these tokens
     update: int  # of an update of the parameters
     prompt: int
+    keys: int  # to which a token attends, including masked ones
 
 
 def gib(num_bytes: float) -> str:
@@ -97,23 +89,13 @@ def workload_of(config: Config, shape: ModelShape, machine: Machine) -> Workload
     num_turns = config.task.max_turns if machine.keeps_turns else 1
     completion = min(num_turns * config.max_completion_length, length - 1)
     num_generations = max(config.group_sizes.values())
-    group = length - completion + num_generations * completion
+    completions = num_generations * completion
+    prompt = length - completion
+    group = prompt + completions  # the prompt is computed once
+    keys = length if attends_by_span(group, num_generations * length) else group
     update = max(1, config.groups_per_step * group // config.train.num_minibatches)
     tokens = min(config.train.max_tokens_per_microbatch, update)
-    scored = int(tokens * num_generations * completion / group)
-    attention = attention_size(min(group, tokens), completion, length)
-    return Workload(tokens, attention, scored, update, length - completion)
-
-
-def attention_size(tree: int, completion: int, length: int) -> AttentionSize:
-    """The attention of a tree of `tree` tokens: one prompt and some completions of this size.
-
-    `length` is that of a prompt and a completion.
-    """
-    path_tokens = (tree - (length - completion)) / completion * length
-    if not attends_by_span(tree, path_tokens):
-        return AttentionSize(tree)
-    return AttentionSize(min(length, tree), max(1.0, path_tokens / tree))
+    return Workload(tokens, tokens * completions // group, update, prompt, keys)
 
 
 # Trainer.
@@ -146,22 +128,14 @@ def plan_trainer(
         "teacher": teacher_bytes,
         "process": PROCESS_BYTES[machine.kind],
     }
+    phases = {
+        "training": {"gradients": gradients, **_activations(config, shape, machine)},
+        "publishing": {"gradients": gradients, "copy of the weights": snapshot},
+    }
     live = replace(machine, engine="native")  # samples from the policy, in float32
     evaluation = _cache_parts(config, shape, live, number=4.0)
-    if config.lora.rank is None:
-        largest_update = shape.embedding
-    else:
-        largest_update = config.lora.rank * max(map(max, shape.linear_layers))
-        if config.lora.base_dtype != "float32":  # the engine converts a weight for its product
-            evaluation["converted weight"] = 4.0 * max(shape.embedding, shape.largest_linear)
-    phases = {
-        **_backward_phases(config, shape, machine, gradients),
-        "optimizer step": {
-            "gradients": gradients,
-            "work of the optimizer": OPTIMIZER_WORK[optim] * min(PART, largest_update),
-        },
-        "copy of the weights to publish": {"gradients": gradients, "copy": snapshot},
-    }
+    if config.lora.rank is not None and config.lora.base_dtype != "float32":
+        evaluation["converted weight"] = 4.0 * shape.embedding  # for its product
     if machine.kind == "cpu" and in_memory:
         # The process keeps the freed memory of the training. The cache fits into no hole of it, but
         # the tensors of a decode step do.
@@ -176,7 +150,7 @@ def plan_trainer(
 def moves_snapshots(config: Config, shape: ModelShape, machine: Machine) -> bool:
     """Whether the trainer moves copies of its weights to a file while it publishes them.
 
-    It does if weights, gradients, optimizer state and two copies need more than MAX_SHARE of the
+    It does if weights, gradients, optimizer state and two copies need more than half of the
     memory; otherwise copies stay in memory, because steps are then shorter. A trainer on a CUDA
     GPU does not: the copies are in the memory of the CPU.
     """
@@ -184,7 +158,7 @@ def moves_snapshots(config: Config, shape: ModelShape, machine: Machine) -> bool
     copies = 2 * NUMBER_BYTES[config.weights.dtype]
     state = 4.0 + OPTIMIZER_BYTES[config.train.optim] + _remainder_bytes(config)
     needed = weights + (state + copies) * trained
-    return machine.kind != "cuda" and needed > MAX_SHARE * _trainer_limit(config, machine)
+    return machine.kind != "cuda" and needed > _trainer_limit(config, machine) / 2
 
 
 def _trainer_limit(config: Config, machine: Machine) -> float:
@@ -202,124 +176,55 @@ def _parameters(config: Config, shape: ModelShape) -> tuple[int, float]:
     rank = config.lora.rank
     if rank is None:
         return shape.num_parameters, 4.0 * shape.num_parameters
-    trained = shape.adapter_parameters(rank)
+    trained = rank * shape.adapted
     return trained, frozen_bytes(shape, config.lora.base_dtype) + 4.0 * trained
 
 
 def frozen_bytes(shape: ModelShape, base_dtype: str) -> float:
     """Bytes of a model that is not trained, in a format of models/base_formats.py."""
-    linears = BYTES_PER_WEIGHT[base_dtype] * shape.linear_parameters
-    embeddings = shape.num_parameters - shape.linear_parameters - shape.vectors
-    return linears + (4.0 if base_dtype == "float32" else 2.0) * embeddings + 4.0 * shape.vectors
+    layers = BYTES_PER_WEIGHT[base_dtype] * shape.layer_parameters
+    embeddings = shape.num_parameters - shape.layer_parameters - shape.vectors
+    return layers + (4.0 if base_dtype == "float32" else 2.0) * embeddings + 4.0 * shape.vectors
 
 
-def _backward_phases(
-    config: Config, shape: ModelShape, machine: Machine, gradients: float
-) -> dict[str, Parts]:
-    """Parts in phases of the backward pass: head, last layer, first layer, embedding."""
+def _activations(config: Config, shape: ModelShape, machine: Machine) -> Parts:
+    """The tensors of a micro-batch when the backward pass begins."""
     work = workload_of(config, shape, machine)
-    is_full = config.lora.rank is None
-    is_cpu = machine.kind == "cpu"
-    has_earlier = work.update > work.tokens
-    layer = work.tokens * layer_bytes(config, shape, machine, work.attention)
-    one_layer = work.tokens * backward_bytes(shape, machine) + _linear_work(config, shape, machine)
+    number = NUMBER_BYTES[machine.training_dtype]
+    layer = work.tokens * layer_bytes(shape, machine, work.keys)
     activations = layer * shape.num_layers
-    computed_again = 0.0
-    gaps = 0.0
-    if config.train.gradient_checkpointing:  # keeps the input of each layer
-        activations = 4.0 * work.tokens * shape.hidden_size * shape.num_layers
-        computed_again = layer
-        # The kept input of a layer lies between freed tensors. malloc (CPU) cannot place a larger
-        # tensor in such a gap. Planned: as much as the tensors themselves.
-        gaps = (activations + computed_again + one_layer) * is_cpu
-    head_gradient = 4.0 * shape.embedding * is_full
-    # Gradients of earlier micro-batches. On a CPU the process keeps freed memory, and gradients
-    # seldom fit into the holes that activations leave, so that it has memory for both.
-    kept_gradients = gradients if has_earlier or is_cpu else head_gradient
-    # autograd adds it to that of the tied head (on a CPU models/head.py does), or of earlier
-    # micro-batches.
-    is_added = is_full and (not is_cpu if shape.is_tied else has_earlier)
-    keeps_logits = is_full or bool(config.loss.entropy_coef)
-    name = f"activations of {work.tokens} tokens"
-    return {
-        "backward pass of the output head": {
-            "gradients": kept_gradients,
-            name: activations,
-            "output head": head_bytes(shape, machine, work.scored, keeps_logits=keeps_logits),
-        },
-        "backward pass of the last layer": {
-            "gradients": kept_gradients,
-            name: activations + computed_again,
-            "backward pass of a layer": one_layer,
-            "gaps between these tensors": gaps,
-        },
-        "backward pass of the first layer": {
-            "gradients": gradients,
-            name: layer,
-            "backward pass of a layer": one_layer,
-        },
-        "backward pass of the embedding": {
-            "gradients": gradients,
-            "added gradient of the embedding": 4.0 * shape.embedding * is_added,
-        },
-    }
+    if config.train.gradient_checkpointing:  # the input of each layer, and one layer
+        activations = 4.0 * work.tokens * shape.hidden_size * shape.num_layers + layer
+        if machine.kind == "cpu":
+            # Kept inputs lie between freed tensors. malloc cannot place a larger tensor in such a
+            # gap. Planned: as much as the tensors themselves.
+            activations *= 2
+    # Logits of a chunk, and three fp32 arrays of their size; selected rows, their copy, gradient.
+    chunk = CHUNK_LOGITS.get(machine.kind, DEFAULT_CHUNK_LOGITS)
+    head = (12.0 + number) * chunk + (8.0 + number) * work.scored * shape.hidden_size
+    if config.lora.rank is None or config.loss.entropy_coef:
+        head += min(KEPT_BYTES, number * work.scored * shape.vocab_size)
+    return {f"activations of {work.tokens} tokens": activations, "output head": head}
 
 
-def layer_bytes(config: Config, shape: ModelShape, machine: Machine, size: AttentionSize) -> float:
-    """Bytes per token of the tensors that a layer saves for its backward pass."""
-    c = NUMBER_BYTES[machine.training_dtype]
-    hidden = shape.hidden_size
-    query = shape.query_size
+def layer_bytes(shape: ModelShape, machine: Machine, keys: int) -> float:
+    """Bytes per token that a layer saves for its backward pass if a token attends to `keys`.
+
+    In fp32: inputs of both norms. In the dtype of matrix products: inputs of the linear layers,
+    four tensors of the MLP, and normalized queries and keys. Attention saves queries, keys, values
+    and its output, on a CPU in fp32.
+    """
+    number = NUMBER_BYTES[machine.training_dtype]
     is_cpu = machine.kind == "cpu"
-    # Inputs of both norms, in fp32; transformers' own norms also save the normalized rows.
-    norms = 8.0 * hidden * (1 if is_cpu else 2)
-    # Inputs of q, k, v, gate and up: under autocast, each has a copy of its own.
-    linears = (5 if c < 4 else 2) * c * hidden
-    query_norms = (query + shape.key_size) * (c if is_cpu else c + 4) * shape.has_query_norm
-    keys_and_values = 2 * size.copies * shape.key_size
-    if is_cpu and c < 4 and size.keys in MATMUL_LENGTHS:
-        # Probabilities in fp32 and in bf16; queries, keys and values.
-        attention = 6.0 * shape.num_heads * size.keys + c * (query + keys_and_values)
-    else:  # SDPA, in fp32 on a CPU: queries, keys, values, output, logsumexp, and the mask
-        number = 4.0 if is_cpu else c
-        attention = number * (2 * query + keys_and_values + size.keys) + 4.0 * shape.num_heads
-    output = c * query  # input of o_proj
-    # gate, its activation, up, and their product
-    mlp = 4 * c * shape.intermediate_size * shape.experts_per_token
-    # results of the first matrices
-    adapters = c * (config.lora.rank or 0) * len(shape.linear_layers)
-    return norms + linears + query_norms + attention + output + mlp + adapters
-
-
-def backward_bytes(shape: ModelShape, machine: Machine) -> float:
-    """Bytes per token of the gradients that exist together in the backward pass of a layer."""
-    c = NUMBER_BYTES[machine.training_dtype]
-    number = 4.0 if machine.kind == "cpu" else c  # of attention
-    attention = number * 2 * (shape.query_size + shape.key_size)
-    # Of the MLP's result, and of gate, its activation and up.
-    mlp = c * (shape.hidden_size + 3 * shape.intermediate_size * shape.experts_per_token)
-    return 4.0 * shape.hidden_size + max(attention, mlp)  # and of the layer's result, in fp32
-
-
-def _linear_work(config: Config, shape: ModelShape, machine: Machine) -> float:
-    """Bytes of the weights and their gradients that the largest linear layer computes."""
-    c = NUMBER_BYTES[machine.training_dtype]
-    if config.lora.rank is None:  # the gradient in both dtypes
-        return shape.largest_linear * (4.0 if c == 4 else c + 4.0)
-    is_stored = c == NUMBER_BYTES.get(config.lora.base_dtype)  # in the dtype of the products
-    return 0.0 if is_stored else shape.largest_linear * c
-
-
-def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, keeps_logits: bool) -> float:
-    """Bytes of the output head in both passes (models/head.py), without the weight's gradient."""
-    c = NUMBER_BYTES[machine.training_dtype]
-    hidden = shape.hidden_size
-    limit = CHUNK_LOGITS.get(machine.kind, DEFAULT_CHUNK_LOGITS)
-    chunk = min(shape.vocab_size, max(MIN_CHUNK, limit // max(1, scored) // MIN_CHUNK * MIN_CHUNK))
-    # Logits, and three fp32 arrays of their size; the chunk of the weight and of its gradient.
-    work = scored * chunk * (c + 12.0) + chunk * hidden * (c + 4.0)
-    kept = min(KEPT_BYTES, c * scored * shape.vocab_size) if keeps_logits else 0.0
-    return work + kept + scored * hidden * (4.0 + c + 4.0)  # selected rows, their copy, gradient
+    norms = 8.0 * shape.hidden_size
+    linears = number * (5 * shape.hidden_size + 2 * shape.query_size + shape.key_size)
+    mlp = 4 * number * shape.inner_size
+    attention = (4.0 if is_cpu else number) * 2 * (shape.query_size + shape.key_size)
+    if is_cpu and number < 4 and keys in MATMUL_LENGTHS:
+        # Probabilities in both dtypes, instead of the output.
+        probabilities = 6.0 * shape.num_heads * keys
+        attention = probabilities + number * (shape.query_size + 2 * shape.key_size)
+    return norms + linears + mlp + attention
 
 
 # Generator.
@@ -327,35 +232,23 @@ def head_bytes(shape: ModelShape, machine: Machine, scored: int, *, keeps_logits
 
 def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
     """The memory of one generator."""
-    c = NUMBER_BYTES[sampling_dtype(config, machine)]
-    is_packed = machine.engine == "native" and machine.kind == "cpu"
-    weights = c * shape.num_parameters
+    number = NUMBER_BYTES[sampling_dtype(config, machine)]
+    weights = number * shape.num_parameters
     if machine.engine == "mlx" and config.engine.quantize:  # codes, and two numbers per 64 weights
-        bits = config.engine.quantize + 2 * 8 * c / 64
-        weights = c * shape.vectors + bits / 8 * (shape.num_parameters - shape.vectors)
+        bits = config.engine.quantize + 2 * 8 * number / 64
+        weights = number * shape.vectors + bits / 8 * (shape.num_parameters - shape.vectors)
     parts: Parts = {"weights": weights / config.engine.vllm_args.get("tensor_parallel_size", 1)}
-    if is_packed and shape.is_tied:
-        parts["packed output head"] = c * shape.embedding  # the embedding needs it unpacked
-    if config.lora.rank is not None and (base := _base_bytes(config, shape, machine, number=c)):
+    if machine.engine == "native" and machine.kind == "cpu" and shape.is_tied:
+        parts["packed output head"] = number * shape.embedding  # the embedding needs it unpacked
+    if config.lora.rank is not None and (base := _base_bytes(config, shape, machine, number)):
         parts["base weights, to merge adapters"] = base
-    cache = _cache_parts(config, shape, machine, number=c)
-    phase = "sampling"
-    if is_packed:
-        # The engine joins gate and up of a new version, and converts those of another dtype.
-        is_converted = sampling_dtype(config, machine) != config.weights.dtype
-        joined = 2 * shape.largest_linear * (1 + is_converted)
-        loaded = c * max(joined, shape.embedding * is_converted)
-        if loaded > cache["logits and prompts"]:  # between two decode steps
-            del cache["logits and prompts"]
-            cache["temporary weights"] = loaded
-            phase = "loading of new weights"
-    parts |= cache
+    parts |= _cache_parts(config, shape, machine, number=number)
     parts["process"] = PROCESS_BYTES[machine.kind]
     limit = generator_fraction(config, machine) * machine.memory
     # The difference is rounded down, so that the sum of all parts is within the limit.
-    if reserves_memory(machine) and (rest := int(limit - sum(parts.values()))) > 0:
+    if machine.reserves_memory and (rest := int(limit - sum(parts.values()))) > 0:
         parts["more KV cache, reserved by vLLM"] = float(rest)
-    return Plan("generator", parts, phase, limit)
+    return Plan("generator", parts, "sampling", limit)
 
 
 def sampling_dtype(config: Config, machine: Machine) -> str:
@@ -363,24 +256,19 @@ def sampling_dtype(config: Config, machine: Machine) -> str:
     return machine.sampling_dtype if config.model.dtype == "auto" else config.model.dtype
 
 
-def reserves_memory(machine: Machine) -> bool:
-    """Whether a generator reserves its fraction of the memory at the start."""
-    return machine.engine == "vllm" and machine.kind == "cuda"
-
-
 def generator_fraction(config: Config, machine: Machine) -> float:
     """Fraction of the memory that a generator may use."""
-    default = VLLM_FRACTION if reserves_memory(machine) else 1.0
+    default = 0.9 if machine.reserves_memory else 1.0  # vLLM's
     return config.engine.gpu_memory_utilization or default
 
 
-def _base_bytes(config: Config, shape: ModelShape, machine: Machine, *, number: float) -> float:
+def _base_bytes(config: Config, shape: ModelShape, machine: Machine, number: float) -> float:
     """Bytes of the base model into which a generator merges adapters, and of its rounding noise.
 
     See engines/engine_models.py and models/rounding.py.
     """
     base_dtype = config.lora.base_dtype
-    noise = 2.0 * shape.linear_parameters * (number < 4.0)
+    noise = 2.0 * shape.layer_parameters * (number < 4.0)
     if machine.engine in ("native", "hf"):
         return (number if base_dtype == "float32" else 2.0) * shape.num_parameters + noise
     if machine.kind == "cuda":  # other engines merge in the machine's memory
@@ -397,9 +285,7 @@ def _cache_parts(config: Config, shape: ModelShape, machine: Machine, *, number:
     if machine.engine == "native":
         rows += KEPT_FRACTION * slots * machine.keeps_turns + PROMPT_ROWS
     logits = (slots + PROMPT_ROWS) * shape.vocab_size * (number + 4.0)
-    prompts = (
-        PROMPT_ROWS * length * (number * 3 * shape.intermediate_size + 8.0 * shape.hidden_size)
-    )
+    prompts = PROMPT_ROWS * length * (number * 3 * shape.inner_size + 8.0 * shape.hidden_size)
     return {
         f"KV cache of {slots} slots": number * rows * length * shape.token_cache,
         "logits and prompts": logits + prompts,

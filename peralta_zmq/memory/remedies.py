@@ -10,28 +10,21 @@ from peralta_zmq.config import Config, with_settings
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.memory.model_shape import ModelShape
 from peralta_zmq.memory.plan import (
+    OPTIMIZER_BYTES,
     Machine,
     Plan,
     Role,
     generator_fraction,
-    reserves_memory,
     sampling_dtype,
     workload_of,
 )
+from peralta_zmq.models.base_formats import BYTES_PER_WEIGHT
 
-MIN_LENGTH = 256  # tokens; a shorter engine.max_model_len is not proposed
-RANK = 16  # of proposed adapters
 NOTHING_HELPS = "choose a smaller model.name or a machine with more memory"
-BASE_DTYPES = ("float32", "bfloat16", "int8", "nf4")  # largest first
-OPTIMS = {
-    "adamw": "",
-    "adamw_bf16": "rounds the optimizer state",
-    "adamw_8bit": "rounds the optimizer state; needs the extra optim",
-}
 MakePlan: TypeAlias = Callable[[Config], Plan]
 Changes: TypeAlias = Mapping[str, Any]  # values by setting, such as lora.rank
+# What a remedy costs, and the changes to try, of which later ones save more memory.
 Remedy: TypeAlias = tuple[str, Sequence[Changes]]
-"""What it costs, and the changes to try, of which later ones save more memory."""
 
 
 class Attempt(NamedTuple):
@@ -63,34 +56,34 @@ def advise(
 
     That is the first that fits alone, else as many of the first ones as are needed.
     """
-    remedies = (_trainer_remedies if role == "trainer" else _generator_remedies)(
-        config, shape, machine
-    )
+    remedies = _trainer_remedies if role == "trainer" else _generator_remedies
     attempts = list[Attempt]()
     combined = config
     peak = make_plan(config).peak
-    for cost, values in remedies:
-        tried = list[Attempt]()
+    for cost, values in remedies(config, shape, machine):
+        saving = list[Attempt]()
         for changes in values:
             with suppress(ConfigError):  # the values contradict other settings
-                plans = [make_plan(with_settings(each, changes)) for each in (config, combined)]
-                tried.append(Attempt(changes, cost, *plans))
-        if saving := [each for each in tried if each.combined.peak < peak]:
-            fitting = [each for each in saving if each.alone.fits]
-            fitting += [each for each in saving if each.combined.fits]
+                alone = make_plan(with_settings(config, changes))
+                attempt = Attempt(changes, cost, alone, make_plan(with_settings(combined, changes)))
+                if attempt.combined.peak < peak:
+                    saving.append(attempt)
+        if saving:
+            fitting = [attempt for attempt in saving if attempt.alone.fits]
+            fitting += [attempt for attempt in saving if attempt.combined.fits]
             attempts.append((fitting or saving[-1:])[0])
             combined = with_settings(combined, attempts[-1].changes)
             peak = attempts[-1].combined.peak
-    if found := next((each for each in attempts if each.alone.fits), None):
-        return Advice(attempts, _options_of([found]), found.alone)
-    for number, each in enumerate(attempts, start=1):
-        if each.combined.fits:
-            return Advice(attempts, _options_of(attempts[:number]), each.combined)
+    for attempt in attempts:
+        if attempt.alone.fits:
+            return Advice(attempts, attempt.options, attempt.alone)
+    for number, attempt in enumerate(attempts, start=1):
+        if attempt.combined.fits:
+            return Advice(attempts, _options_of(attempts[:number]), attempt.combined)
     return Advice(attempts, "", None)
 
 
 def _trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> Iterator[Remedy]:
-    """Remedies for the trainer, the least costly first."""
     tokens = workload_of(config, shape, machine).tokens
     numbers = _powers_below(tokens, min(config.engine.max_model_len, shape.max_positions))
     yield (
@@ -102,27 +95,31 @@ def _trainer_remedies(config: Config, shape: ModelShape, machine: Machine) -> It
     yield _fewer_slots(config)
     rank: Changes = {}
     if config.lora.rank is None:
-        for optim in [*OPTIMS][[*OPTIMS].index(config.train.optim) + 1 :]:
-            yield OPTIMS[optim], [{"train.optim": optim}]
-        rank = {"lora.rank": RANK}
+        optims = list(OPTIMIZER_BYTES)
+        for optim in optims[optims.index(config.train.optim) + 1 :]:
+            extra = "; needs the extra optim" if optim == "adamw_8bit" else ""
+            yield f"rounds the optimizer state{extra}", [{"train.optim": optim}]
+        rank = {"lora.rank": 16}
         yield "trains adapters instead of all weights; needs the extra lora", [rank]
-    smaller = BASE_DTYPES[BASE_DTYPES.index(config.lora.base_dtype) + 1 :]
+    formats = list(BYTES_PER_WEIGHT)
     yield (
         "rounds the weights under the adapters",
-        [{**rank, "lora.base_dtype": base_dtype} for base_dtype in smaller],
+        [
+            {**rank, "lora.base_dtype": base_dtype}
+            for base_dtype in formats[formats.index(config.lora.base_dtype) + 1 :]
+        ],
     )
     yield _shorter(config, shape)
 
 
 def _generator_remedies(config: Config, shape: ModelShape, machine: Machine) -> Iterator[Remedy]:
-    """Remedies for a generator, the least costly first."""
     yield _fewer_slots(config)
     if sampling_dtype(config, machine) == "float32":
         yield "rounds the weights that sample", [{"model.dtype": "bfloat16"}]
     if machine.engine == "mlx" and config.engine.quantize is None:
         bits = [{"engine.quantize": 8}, {"engine.quantize": 4}]
         yield "logprobs differ from the trainer's", bits
-    if reserves_memory(machine):
+    if machine.reserves_memory:
         tenths = int(10 * generator_fraction(config, machine) - 1e-9)
         yield (
             "a smaller KV cache",
@@ -137,15 +134,18 @@ def _fewer_slots(config: Config) -> Remedy:
 
 
 def _shorter(config: Config, shape: ModelShape) -> Remedy:
+    """Shorter sequences, of at least 256 tokens."""
     completions = (config.sampling_of(env).max_completion_length for env in config.environments)
     longest = max(length or 0 for length in completions)  # None: as long as the context permits
     length = min(config.engine.max_model_len, shape.max_positions)
-    lengths = _powers_below(length, max(MIN_LENGTH, longest + 1))
-    return "shorter prompts and completions", [{"engine.max_model_len": each} for each in lengths]
+    lengths = _powers_below(length, max(256, longest + 1))
+    return (
+        "shorter prompts and completions",
+        [{"engine.max_model_len": shorter} for shorter in lengths],
+    )
 
 
 def _options_of(attempts: Sequence[Attempt]) -> str:
-    """The changes of all attempts as options of the command line."""
     changes = {name: value for each in attempts for name, value in each.changes.items()}
     return " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -156,4 +156,4 @@ def _options_of(attempts: Sequence[Attempt]) -> str:
 def _powers_below(number: int, smallest: int) -> list[int]:
     """The powers of two below a number and of at least `smallest`, largest first."""
     exponents = range((number - 1).bit_length() - 1, -1, -1)
-    return [2**each for each in exponents if 2**each >= smallest]
+    return [2**exponent for exponent in exponents if 2**exponent >= smallest]

@@ -52,6 +52,7 @@ from peralta_zmq.models.model_folders import (
     max_positions,
     model_folder,
     model_loading_errors,
+    model_without_memory,
     published_config,
     read_config_file,
     save_weights,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models.base_formats import (
@@ -33,8 +32,8 @@ from peralta_zmq.models.model_folders import (
     load_tokenizer,
     model_folder,
     model_loading_errors,
+    model_without_memory,
     tensor_locations,
-    text_config,
 )
 from peralta_zmq.models.published_names import weights_of
 
@@ -166,10 +165,7 @@ class _Architecture(NamedTuple):
     @classmethod
     def of(cls, folder: Path, base_dtype: str, trust_remote_code: bool) -> _Architecture:
         """The architecture of the model in `folder`; ConfigError if it cannot be packed."""
-        trust = {"trust_remote_code": trust_remote_code}
-        config = text_config(folder, **trust)
-        with model_loading_errors(f"model folder {folder} cannot be loaded"), torch.device("meta"):
-            model = cast(Any, AutoModelForCausalLM).from_config(config, **trust)
+        model = model_without_memory(folder, trust_remote_code=trust_remote_code)
         linears = frozenset(
             f"{name}.weight"
             for name, module in model.named_modules()
@@ -186,7 +182,7 @@ class _Architecture(NamedTuple):
                 f"have equal names in transformers and in the files of {folder}: {reason}; use "
                 "lora.base_dtype bfloat16"
             )
-        return cls(type(model), config, linears)
+        return cls(type(model), model.config, linears)
 
 
 def _load_packed(

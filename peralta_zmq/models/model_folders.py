@@ -172,6 +172,18 @@ def text_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
         return text
 
 
+def model_without_memory(folder: Path, *, trust_remote_code: bool = False) -> Model:
+    """The model in `folder` on the device meta: its modules, and the shapes of its weights.
+
+    Raises ConfigError, as `text_config`.
+    """
+    config = text_config(folder, trust_remote_code=trust_remote_code)
+    with model_loading_errors(f"model folder {folder} cannot be loaded"), torch.device("meta"):
+        return cast(Any, AutoModelForCausalLM).from_config(
+            config, trust_remote_code=trust_remote_code
+        )
+
+
 def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any]:
     """The config.json of models that are trained from the model in `folder`.
 

@@ -29,7 +29,7 @@ def start(config: Config, folder: Path, settings: dict[str, Any], role: Any = "t
 def test_start_warns_if_weights_alone_are_larger_than_the_memory(
     role: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start(load("--model.device=cpu"), tmp_path, {**QWEN, "num_hidden_layers": 100_000}, role)
+    start(load("--model.device=cpu"), tmp_path, {**QWEN, "vocab_size": 1 << 40}, role)
     (text,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert f"the {role} needs about " in text and " GiB of cpu are free; " in text
     assert "choose a smaller model.name or a machine with more memory" in text
@@ -45,7 +45,7 @@ def test_start_warns_once_if_the_plan_exceeds_the_fraction(
     assert "bin/doctor plan" in record.getMessage()
     caplog.clear()
     start(load("--model.device=cpu"), tmp_path, TINY)
-    start(load("--model.device=cpu"), tmp_path, {"model_type": "gpt2"})  # cannot be planned
+    start(load("--model.device=cpu"), tmp_path, {"model_type": "nova"})  # cannot be planned
     assert caplog.records == []
 
 

@@ -27,40 +27,42 @@ from peralta_zmq.memory import (
     plan_trainer,
     read_shape,
 )
-from peralta_zmq.memory.plan import attention_size, layer_bytes
+from peralta_zmq.memory.plan import layer_bytes
 from peralta_zmq.models.head import KEPT_BYTES
 from peralta_zmq.models.scorer import Scorer
 from tools.base_model import new_model
 
 NUM_PARAMETERS = 596_049_920  # of Qwen3-0.6B
 MACHINE = Machine("cpu", 16 * 2**30)
-LORA_FP32 = ("--lora.rank=8", "--lora.base-dtype=float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("completion", [40, 160])  # trees of 192 and 672 tokens
-@pytest.mark.parametrize("options", [(), ("--lora.rank=8",), LORA_FP32])
+@pytest.mark.parametrize("options", [(), ("--lora.rank=8",)])
 def test_layer_saves_the_planned_bytes(
     dtype: str, completion: int, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The tensors that autograd saves, as the difference between three layers and two."""
+    """The tensors that autograd saves, as the difference between three layers and two.
+
+    Within the tolerance of a whole plan: the formula leaves out masks and copies of keys.
+    """
     config = load("--model.device=cpu", f"--model.name={tmp_path}", *options)
     settings = {**TINY, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "head_dim": 32, "intermediate_size": 160,
                 "max_position_embeddings": 1024}  # fmt: skip
     machine = Machine("cpu", 1, training_dtype=dtype)
     group = siblings([0.0, 1.0, 0.0, 1.0], num_prompt=32, lengths=[completion] * 4)
-    packing, saved = Packing(max_tokens=1000), list[int]()
-    (batch,) = make_micro_batches(packed([group], max_tokens=1000)[0], packing)
+    (batch,) = make_micro_batches(packed([group], max_tokens=1000)[0], Packing(max_tokens=1000))
+    saved = list[int]()
     for num_layers in (2, 3):
         model = new_model({**settings, "num_hidden_layers": num_layers}, seed=0)
         save_model(model.to(torch.bfloat16), tmp_path)
         policy = build.load_policy(config, tmp_path)
         saved.append(_saved_bytes(policy, batch, models.DTYPES[dtype]))
     num_tokens = len(batch.token_ids)
-    size = attention_size(num_tokens, completion, length=32 + completion)
-    planned = num_tokens * layer_bytes(config, read_shape(tmp_path), machine, size)
-    assert planned == pytest.approx(saved[1] - saved[0], rel=0.03)
+    keys = num_tokens if completion == 40 else 32 + completion
+    planned = num_tokens * layer_bytes(read_shape(tmp_path), machine, keys)
+    assert planned == pytest.approx(saved[1] - saved[0], rel=0.15)
 
 
 def _saved_bytes(model: Any, batch: Any, dtype: torch.dtype) -> int:
@@ -132,23 +134,11 @@ def test_setting_lowers_the_peak_of_the_trainer(
     assert plan_trainer(load(*large, *arguments), qwen, machine).peak < before.peak
 
 
-def test_added_gradient_of_the_embedding_is_planned_on_a_card(qwen: ModelShape) -> None:
-    small = load(
-        "--train.gradient-checkpointing", "--train.batch-size=8", "--engine.slots=1",
-        "--engine.max-model-len=64",
-    )  # fmt: skip
-    parts = plan_trainer(small, qwen, replace(MACHINE, kind="cuda")).parts
-    assert parts["added gradient of the embedding"] == 4 * qwen.embedding
-    # On a CPU, models/head.py adds the rows of the tokens to the tied gradient.
-    assert "added gradient of the embedding" not in plan_trainer(small, qwen, MACHINE).parts
-
-
 def test_entropy_keeps_logits_also_of_a_frozen_head(qwen: ModelShape) -> None:
     settings = ("--lora.rank=8", "--engine.slots=1", "--engine.max-model-len=64")
-    parts = plan_trainer(load(*settings), qwen, MACHINE).parts
-    assert "output head" not in parts  # the last layer needs more
+    without = plan_trainer(load(*settings), qwen, MACHINE).parts["output head"]
     parts = plan_trainer(load(*settings, "--loss.entropy-coef=0.01"), qwen, MACHINE).parts
-    assert parts["output head"] > KEPT_BYTES
+    assert parts["output head"] == without + KEPT_BYTES
 
 
 def test_planned_cache_is_that_of_the_native_engine(tmp_path: Path) -> None:
@@ -163,14 +153,6 @@ def test_planned_cache_is_that_of_the_native_engine(tmp_path: Path) -> None:
     )
     plan = plan_generator(config, read_shape(tmp_path), MACHINE)
     assert plan.parts["KV cache of 5 slots"] == cache._memory.nbytes
-
-
-def test_head_is_converted_if_versions_have_another_dtype(qwen: ModelShape) -> None:
-    plan = plan_generator(load("--model.dtype=float32"), qwen, MACHINE)
-    assert plan.phase == "loading of new weights"
-    assert plan.parts["temporary weights"] == 4 * qwen.embedding
-    for others in ("--model.dtype=bfloat16",), ("--model.dtype=float32", "--weights.dtype=float32"):
-        assert plan_generator(load(*others), qwen, MACHINE).phase == "sampling"
 
 
 def test_vllm_reserves_its_fraction_of_a_card(qwen: ModelShape) -> None:

@@ -6,7 +6,6 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from peralta_zmq.learning.packing import TreeBuilder
-from peralta_zmq.memory.plan import attention_size
 from peralta_zmq.models.tree_attention import TREE_ATTENTION, PackedLayout
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
@@ -74,13 +73,9 @@ def test_bfloat16_gradients_of_a_prompt_are_rounded_once() -> None:
     ("num_prompt", "num_completions", "length", "num_parts"),
     [(20, 8, 25, 1), (110, 8, 512, 8), (464, 8, 48, 1), (160, 4, 96, 4), (120, 8, 100, 8)],
 )
-def test_planned_attention_is_that_of_a_group(
+def test_spans_of_large_groups_are_computed_one_by_one(
     num_prompt: int, num_completions: int, length: int, num_parts: int
 ) -> None:
     """Small trees, and those of short completions after a long prompt, are one part."""
     tree = group(num_prompt, num_completions, length)
-    parts = PackedLayout.of([tree], CPU).parts
-    assert len(parts) == num_parts
-    planned = attention_size(tree.num_tokens, length, num_prompt + length)
-    keys = [part.mask.shape[1] for part in parts]
-    assert planned == (max(keys), sum(keys) / tree.num_tokens)
+    assert len(PackedLayout.of([tree], CPU).parts) == num_parts

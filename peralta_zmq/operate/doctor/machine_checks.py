@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, device, memory, reward, sleep, local network."""
+"""Checks of this machine: versions, device, reward, sleep, local network."""
 
 from __future__ import annotations
 
@@ -8,29 +8,21 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from peralta_zmq.config import Config
-from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate.doctor.checks import Check
 
-PACKAGE = "peralta_zmq"
-# The first version that leaks interned strings and the first fixed one (cpython issue 113993).
-LEAKY_PYTHON = ((3, 12, 0), (3, 12, 6))
-SHOWN = ("torch", "transformers", "pyzmq")  # libraries whose versions are always shown
-# Remedies for a Mac without the Local Network permission and for a Linux machine that may sleep.
+# Remedy for a Mac without the Local Network permission.
 LOCAL_NETWORK = (
     "allow your terminal (or Python) in System Settings > Privacy & Security > Local Network, "
     "and start it again"
 )
-INHIBIT = "start the worker with systemd-inhibit --what=idle:sleep:handle-lid-switch COMMAND"
 
 
 def installed_version(library: str) -> str | None:
@@ -38,31 +30,16 @@ def installed_version(library: str) -> str | None:
         return importlib.metadata.version(library)
 
 
-def this_python() -> tuple[tuple[int, ...], list[str]]:
-    """Version of this Python, and requirements of PACKAGE (none if not installed)."""
-    requirements: list[str] = []
-    with suppress(importlib.metadata.PackageNotFoundError):
-        requirements = importlib.metadata.requires(PACKAGE) or []
-    return tuple(sys.version_info[:3]), requirements
-
-
 def check_versions(
     python: tuple[int, ...],
     requirements: Iterable[str],
     version_of: Callable[[str], str | None] = installed_version,
 ) -> Check:
-    """Check the version of Python and of every required library.
-
-    `requirements` are lines such as "torch>=2.4".
-    """
-    shown_python = ".".join(map(str, python[:3]))
-    # Libraries with a marker are not checked: they belong to an extra, or to another Python.
-    required = [library for library in map(Requirement, requirements) if not library.marker]
-    if not required:
-        detail = f"{PACKAGE} is not installed in {sys.executable}"
-        return Check(False, detail, "run make setup, then use .venv/bin/python")
+    """Check the version of Python and of every library in lines such as "torch>=2.4"."""
     wrong: list[str] = []
-    for library in required:
+    for library in map(Requirement, requirements):
+        if library.marker:  # of an extra, or of another Python
+            continue
         version = version_of(library.name)
         # NVIDIA's torch for Jetson is a pre-release (2.6.0a0+nv25.01); it counts as the release.
         if version is None or Version(version).base_version not in library.specifier:
@@ -70,11 +47,12 @@ def check_versions(
     if wrong:
         remedy = "run make setup, or pip install --editable . in this Python"
         return Check(False, ", ".join(wrong), remedy)
-    libraries = ", ".join(f"{name} {version_of(name)}" for name in SHOWN)
-    if LEAKY_PYTHON[0] <= python < LEAKY_PYTHON[1]:
-        detail = f"Python {shown_python} leaks the memory of field names in messages, {libraries}"
+    shown = [f"{name} {version_of(name)}" for name in ("torch", "transformers", "pyzmq")]
+    detail = ", ".join([f"Python {'.'.join(map(str, python))}", *shown])
+    if (3, 12, 0) <= python < (3, 12, 6):  # cpython issue 113993
+        detail += "; this Python leaks the memory of field names in messages"
         return Check(True, detail, "use Python 3.12.6 or newer, or 3.11, for a trainer")
-    return Check(True, f"Python {shown_python}, {libraries}")
+    return Check(True, detail)
 
 
 def check_device(config: Config) -> Check:
@@ -89,25 +67,6 @@ def check_device(config: Config) -> Check:
         detail = f"{detail}; nvidia-smi is installed, but torch finds no GPU"
         return Check(True, detail, "install a CUDA build of torch; for a Jetson see README")
     return Check(True, detail)
-
-
-def check_memory(config: Config, role: Literal["trainer", "generator"]) -> Check | None:
-    """Compare the planned memory of a role with this machine; None if the model is not here."""
-    from peralta_zmq import build, models
-    from peralta_zmq.memory import gib
-
-    try:
-        folder = models.model_folder(config.model.name)
-    except ConfigError:
-        return None  # a generator gets its model from the trainer
-    try:
-        plan, problem = build.check_memory(config, role, folder)
-    except ConfigError as error:  # no reason not to start
-        return Check(True, str(error))
-    if problem:
-        detail, _, remedy = problem.partition("; ")
-        return Check(True, detail, remedy)
-    return Check(True, f"about {gib(plan.peak)} of {gib(plan.limit)} GiB are needed")
 
 
 def check_reward(config: Config) -> Check:
@@ -144,7 +103,8 @@ def check_sleep(system: str, has_battery: bool) -> Check:
     if "masked" in targets or is_inhibited or not (has_battery or is_desktop):
         return Check(True, "this machine does not fall asleep by itself")
     kind = "laptop" if has_battery else "desktop"
-    return Check(True, f"a {kind} may fall asleep, which pauses its workers", INHIBIT)
+    inhibit = "start the worker with systemd-inhibit --what=idle:sleep:handle-lid-switch COMMAND"
+    return Check(True, f"a {kind} may fall asleep, which pauses its workers", inhibit)
 
 
 def check_local_network(system: str, host: str) -> Check | None:

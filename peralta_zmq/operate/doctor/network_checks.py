@@ -1,4 +1,4 @@
-"""Checks of the network: ports, connection, probe, throughput, clocks and keys.
+"""Checks of the network: ports, connection, probe, throughput and clocks.
 
 The last of the trainer's ports answers probes: small messages with which the doctor of a generator
 measures the connection.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peralta_zmq import wire
-from peralta_zmq.addresses import is_loopback, listen, with_port
+from peralta_zmq.addresses import listen, with_port
 from peralta_zmq.atomic_files import is_held
 from peralta_zmq.config import Config
 from peralta_zmq.errors import ConfigError, WireError, program_name
@@ -26,7 +26,6 @@ from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK
 NUM_PORTS = 4  # rollouts, announcements, generator status, probe
 # Timeout of a probe; longer than the 3 s after which ZeroMQ reports a refused handshake.
 PROBE_SECONDS = 10.0
-NUM_PROBES = 5
 
 
 def is_this_machine(host: str) -> bool:
@@ -115,18 +114,18 @@ class ProbeResult:
     seconds: float
 
 
-def open_probe_client(config: Config, name: str) -> wire.ProbeClient:
+def open_probe_client(config: Config) -> wire.ProbeClient:
     """Connect to the trainer's probe port. Raises WireError if a key file cannot be used."""
     folder = config.keys_folder
-    keys = wire.generator_keys(folder, name) if folder else None
+    keys = wire.generator_keys(folder, config.generator.full_name) if folder else None
     address = f"tcp://{with_port(config.wire.host, config.wire.port)}"
     return wire.ProbeClient(wire.next_port(address, NUM_PORTS - 1), keys=keys)
 
 
 def send_probes(client: wire.ProbeClient, *, timeout_seconds: float = PROBE_SECONDS) -> ProbeResult:
-    """Send NUM_PROBES probes; returns the fastest. Raises WireError without a reply."""
+    """Send five probes; returns the fastest. Raises WireError without a reply."""
     results: list[ProbeResult] = []
-    for _ in range(NUM_PROBES):
+    for _ in range(5):
         sent = time.time()
         reply, seconds = client.request("info", timeout=timeout_seconds)
         results.append(ProbeResult(reply, sent, seconds))
@@ -160,27 +159,6 @@ def check_clock(result: ProbeResult) -> Check:
     difference = abs(ahead) - uncertainty
     ok = difference <= 3600.0
     return Check(ok, detail, remedy if difference > 2.0 else "")
-
-
-def check_keys(config: Config, role: str, name: str) -> Check:
-    """Check the key files of a role; `name` is the generator's name. Raises WireError."""
-    from peralta_zmq.wire import auth
-
-    folder = config.keys_folder
-    bind = config.wire.bind
-    if folder is None:
-        remedy = f"make keys with {program_name('doctor')} keygen --security.keys DIR"
-        is_exposed = role == "trainer" and not is_loopback(bind)
-        return Check(True, "no keys, and so no encryption", remedy if is_exposed else "")
-    if role == "generator":
-        auth.generator_keys(folder, name)
-        return Check(True, f"{folder} has the keys of {name} and of the trainer")
-    auth.trainer_secret(folder)
-    names = sorted(auth.known_generators(folder).values())
-    if not names:
-        remedy = f"make one with {program_name('doctor')} keygen --generator.name NAME"
-        return Check(False, f"{folder} has no generator's public key", remedy)
-    return Check(True, f"{folder} admits {', '.join(names)}")
 
 
 def serve_probes(

@@ -90,16 +90,14 @@ def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def _print_model(config: Config, planner: MemoryPlanner) -> None:
-    from peralta_zmq.memory import gib
+    from peralta_zmq.memory import gib, workload_of
 
     shape = planner.shape
     machine = planner.machine
-    work = planner.workload(config)
+    work = workload_of(config, shape, machine)
     layers = f"{shape.num_layers} layers of hidden size {shape.hidden_size}"
     size = f"{shape.num_parameters / 1e6:.1f} M parameters"
     _write(f"{config.model.name}: {shape.model_type}, {layers}, {size}")
-    if not shape.is_known:
-        _write(f"  estimated: the layers of {shape.model_type} may differ from the formulas")
     _write(
         f"device {machine.kind} with {gib(machine.memory)} GiB, training in "
         f"{machine.training_dtype}, sampling in {machine.sampling_dtype} (engine {machine.engine})"

@@ -6,7 +6,9 @@ answers them, or before the run the doctor of the trainer's machine.
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
+import sys
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from operator import attrgetter
@@ -16,8 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from peralta_zmq import wire
-from peralta_zmq.config import Config, earlier_config, with_fitted_of_run
-from peralta_zmq.errors import ConfigError, PeraltaError, WireError, failure_text, program_name
+from peralta_zmq.config import Config, with_fitted_of_run
+from peralta_zmq.errors import ConfigError, PeraltaError, WireError, program_name
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
 from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
 
@@ -38,25 +40,19 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     """
     config = fitted(config, report)
     folder = _weights_folder(config)
-    run = config.run_folder
-    model_bytes = weights_checks.model_bytes_of(config)
-    report.run("keys", network_checks.check_keys, config, "trainer", "trainer")
     has_ports = report.run("ports", network_checks.check_ports, config, stack)
-    is_running = network_checks.is_trainer_running(run)
-    serve = serve and has_ports and not is_running
+    serve = serve and has_ports and not network_checks.is_trainer_running(config.run_folder)
     if serve:
         worker_info = _worker_info(config)
         report.run("answers", network_checks.serve_probes, config, stack, folder, worker_info)
     _check_machine(config, report, "trainer")
-    report.run("run", _check_run, config)
     if folder is None:
-        _check_address(config, report, model_bytes, reply=None)
+        _check_address(config, report, reply=None)
         return serve
     check = report.run_with_timeout  # a check of a folder on a dead NAS never returns
     if check("weights", weights_checks.check_folder, folder, role="trainer"):
-        if check("writing", weights_checks.check_writing, folder) and folder.is_dir():
-            check("owner", weights_checks.check_owner, folder, run, is_running=is_running)
-        check("space", weights_checks.check_space, folder, model_bytes)
+        model_bytes = weights_checks.model_bytes_of(config)
+        check("space", weights_checks.check_space, folder, model_bytes, num_models=3)
         check("speed", weights_checks.check_speed, folder, model_bytes)
     return serve
 
@@ -69,28 +65,31 @@ def check_generator(
     Retries for `wait_seconds` to connect.
     """
     config = fitted(config, report)
-    name = config.generator.full_name
     _check_machine(config, report, "generator")
     report.run("localnet", machine_checks.check_local_network, platform.system(), config.wire.host)
-    has_keys = report.run("keys", network_checks.check_keys, config, "generator", name)
-    reached = report.run("reach", network_checks.check_reach, config, wait_seconds=wait_seconds)
-    client = reply = None
-    if reached and has_keys:
-        client = stack.enter_context(closing(network_checks.open_probe_client(config, name)))
-        reply = _probe_trainer(config, report, client)
+    client = None
+    reply = None
+    if report.run("reach", network_checks.check_reach, config, wait_seconds=wait_seconds):
+        try:
+            client = stack.enter_context(closing(network_checks.open_probe_client(config)))
+            reply = _probe_trainer(config, report, client)
+        except WireError as error:
+            report.add("probe", failed_check(error))
     folder = _weights_folder(config)
-    model_bytes = weights_checks.model_bytes_of(config)
     if folder is None:
-        _check_address(config, report, model_bytes, reply=reply)
+        # A doctor replies before the trainer runs, which will serve this URL.
+        if not (reply and reply.role == "doctor" and config.weights.serve_port):
+            _check_address(config, report, reply=reply)
         return
     check = report.run_with_timeout
     if not check("weights", weights_checks.check_folder, folder, role="generator"):
         return
     if client and reply:
         check("visible", weights_checks.check_visible, folder, partial(_create_file, client))
+    model_bytes = weights_checks.model_bytes_of(config)
     check("speed", weights_checks.check_speed, folder, model_bytes)
     replicas = config.run_folder / "copies"  # the generator's local replica of the weights
-    check("space", weights_checks.check_space, replicas, model_bytes, weights_checks.NUM_REPLICAS)
+    check("space", weights_checks.check_space, replicas, model_bytes, num_models=2)
 
 
 def fitted(config: Config, report: Report, memory_gib: float | None = None) -> Config:
@@ -112,10 +111,10 @@ def fitted(config: Config, report: Report, memory_gib: float | None = None) -> C
 
 def _check_machine(config: Config, report: Report, role: Role) -> None:
     has_battery = psutil.sensors_battery() is not None
-    report.run("versions", machine_checks.check_versions, *machine_checks.this_python())
+    requirements = importlib.metadata.requires("peralta_zmq") or []
+    report.run("versions", machine_checks.check_versions, sys.version_info[:3], requirements)
     report.run("device", machine_checks.check_device, config)
     report.run("sleep", machine_checks.check_sleep, platform.system(), has_battery)
-    report.run("memory", machine_checks.check_memory, config, role)
     opened = report.run("reward", machine_checks.check_reward, config)
     weights = role == "trainer"
     report.run("model", add_findings, config, report, role, weights=weights, prompts=opened)
@@ -131,34 +130,14 @@ def add_findings(
         report.add(finding.name, Check(not finding.is_fatal, finding.detail, finding.remedy))
 
 
-def _check_run(config: Config) -> Check | None:
-    """Check that an existing run can be resumed; None for a new run. Raises ConfigError."""
-    from peralta_zmq import models
-    from peralta_zmq.trainer.session import check_tokenizer
-
-    folder = config.run_folder
-    try:
-        is_resumed = earlier_config(config, folder) is not config  # which it returns for a new run
-    except OSError as error:
-        detail = f"{error.filename or folder} cannot be read ({failure_text(error)})"
-        return Check(False, detail, "mount it, or give this user the right to read it")
-    if not is_resumed:
-        return None
-    model = models.model_folder(config.model.name)
-    tokenizer = models.load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    check_tokenizer(config, models.tokenizer_identity(model, tokenizer))
-    return Check(True, f"resumes in {folder}")
-
-
 def _probe_trainer(
     config: Config, report: Report, client: wire.ProbeClient
 ) -> wire.ProbeReply | None:
-    """Check the connection to the trainer's machine; None if no probe is answered for this run."""
-    try:
-        result = network_checks.send_probes(client)
-    except WireError as error:
-        report.add("probe", failed_check(error))
-        return None
+    """Check the connection to the trainer's machine; None if another run listens there.
+
+    Raises WireError without a reply.
+    """
+    result = network_checks.send_probes(client)
     if not report.add("probe", network_checks.check_probe(result, config.run.name)):
         return None
     report.run("clock", network_checks.check_clock, result)
@@ -174,19 +153,13 @@ def _create_file(client: wire.ProbeClient) -> str:
     return reply.created_file
 
 
-def _check_address(
-    config: Config, report: Report, model_bytes: int | None, *, reply: wire.ProbeReply | None
-) -> None:
+def _check_address(config: Config, report: Report, *, reply: wire.ProbeReply | None) -> None:
     """Run the checks of a weight store with a URL; `reply` is that of a probe."""
     address = config.weights_address
     token = config.security.token_file
-    port = config.weights.serve_port
     run_id = reply.run_id if reply else ""
-    # If a doctor replied, the trainer that will serve this URL is not running yet.
-    if reply and reply.role == "doctor" and port and address.startswith("http://"):
-        report.run("weights", weights_checks.check_future_address, address, token, port)
-        return
     if report.run_with_timeout("weights", weights_checks.check_address, address, token, run_id):
+        model_bytes = weights_checks.model_bytes_of(config)
         report.run_with_timeout("speed", weights_checks.check_speed, address, model_bytes, token)
 
 

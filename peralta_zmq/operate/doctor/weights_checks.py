@@ -1,11 +1,10 @@
-"""Checks of the weights folder or URL: same on all machines, writable, large, fast."""
+"""Checks of the weights folder or URL: same on all machines, large, fast."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -22,14 +21,9 @@ if TYPE_CHECKING:
     from peralta_zmq.weights.backends import StorageBackend
     from peralta_zmq.weights.store import WeightStore
 
-NUM_VERSIONS = 3  # the weights folder must have room for this many models
-NUM_REPLICAS = 2  # the folder of a generator's local replica must have room for this many models
 SAMPLE_BYTES = 32 << 20  # size of a file that is written and read for a measurement
-MAX_READ_BYTES = 256 << 20  # read at most from a published version for a measurement
-# Remedies.
-NOT_WRITABLE = "give this user write permission, free some space, or choose another weights.dir"
-OTHER_FOLDER = "it is another folder: mount the same one, and set weights.dir to it"
-NOT_READABLE = "mount it again, or give this user the right to read it"
+MAX_READ_BYTES = 256 << 20  # largest part of a published version that is read for a measurement
+NOT_READABLE = "mount it again, or give this user the right to read it"  # remedy
 
 
 def check_folder(folder: Path, *, role: str) -> Check:
@@ -53,47 +47,7 @@ def check_folder(folder: Path, *, role: str) -> Check:
     return Check(True, f"{folder} exists (file system {filesystem})")
 
 
-def check_writing(folder: Path, *, num_bytes: int = SAMPLE_BYTES) -> Check:
-    """Check that this user can write, fsync and rename in the folder, or its nearest parent."""
-    parent = nearest_folder(folder)
-    content = os.urandom(num_bytes)
-    started = time.monotonic()
-    try:
-        with tempfile.TemporaryDirectory(prefix="doctor-", dir=parent) as work:
-            created = Path(work) / "created"
-            atomic_files.write_folder(created, {"sample": content}, {})
-            seconds = time.monotonic() - started
-            created.rename(Path(work) / "renamed")
-    except OSError as error:
-        detail = f"{parent} cannot be written ({error.strerror or error})"
-        return Check(False, detail, NOT_WRITABLE)
-    speed = num_bytes / seconds / 1e6
-    return Check(True, f"write, fsync and rename work, {speed:.0f} MB/s")
-
-
-def check_owner(folder: Path, run: Path, *, is_running: bool) -> Check:
-    """Check that the weights belong to the run in folder `run`, and no other trainer publishes.
-
-    If this run's trainer is running (`is_running`), the lock of the folder is that trainer's.
-    """
-    store = _open_store(str(folder))
-    # The run folder has a file RUN.json with the run's id, like a weights folder.
-    owner = store.run_id
-    run_id = _open_store(str(run)).run_id
-    if owner and owner != run_id:
-        detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
-        return Check(False, detail, "choose another folder with weights.dir, or delete this one")
-    with tempfile.TemporaryFile(dir=folder) as file:
-        now = os.fstat(file.fileno()).st_mtime  # by the clock of the folder's file system
-    holder = None if is_running else store.backend.locks.holder(now)
-    if holder:
-        detail = f"another trainer ({holder}) publishes to {folder}"
-        remedy = "stop it; if it has already ended, wait 30 s, or choose another weights.dir"
-        return Check(False, detail, remedy)
-    return Check(True, f"belongs to run {owner}" if owner else "belongs to no run yet")
-
-
-def check_space(folder: Path, model_bytes: int | None, num_models: int = NUM_VERSIONS) -> Check:
+def check_space(folder: Path, model_bytes: int | None, *, num_models: int) -> Check:
     """Check the free space for `num_models` models; `model_bytes` None = not known."""
     parent = nearest_folder(folder)
     free = shutil.disk_usage(parent).free
@@ -118,11 +72,12 @@ def check_visible(
         started = time.monotonic()
         while name not in os.listdir(folder):
             if time.monotonic() - started > timeout_seconds:
+                remedy = "it is another folder: mount the same one, and set weights.dir to it"
                 detail = (
                     f"{name}, which the trainer's machine created in its weights folder, does not "
                     f"appear in {folder} within {timeout_seconds:.0f} s"
                 )
-                return Check(False, detail, OTHER_FOLDER)
+                return Check(False, detail, remedy)
             time.sleep(0.02)
         seconds = time.monotonic() - started
         try:
@@ -149,14 +104,6 @@ def check_address(address: str, token_file: str | None, run_id: str) -> Check:
         detail = f"{address} has the weights of run {owner}, not {run_id}"
         return Check(False, detail, "set weights.dir to where this trainer publishes")
     return Check(True, f"{address} answers and lists {len(names)} entries")
-
-
-def check_future_address(address: str, token_file: str | None, port: int) -> Check:
-    """Check the URL at which the trainer will serve weights, before the trainer runs."""
-    _open_store(address, token_file)  # only for these errors; it does not connect
-    detail = f"{address} cannot be checked before the trainer runs"
-    served = f"the trainer will serve the weights on port {port} (weights.serve_port)"
-    return Check(True, detail, f"{served}: is that port open in the firewall of its machine?")
 
 
 def check_speed(

@@ -101,7 +101,7 @@ def test_is_this_machine() -> None:
 def test_trainer_accepts_connections_and_answers_probes(config: Config, stack: ExitStack) -> None:
     assert network_checks.is_this_machine(config.wire.host)
     assert network_checks.check_reach(config).ok
-    client = stack.enter_context(closing(network_checks.open_probe_client(config, "ann")))
+    client = stack.enter_context(closing(network_checks.open_probe_client(config)))
     result = network_checks.send_probes(client)
     check = network_checks.check_probe(result, "demo")
     assert check.ok and check.detail.startswith("the doctor of run demo answers in ")
@@ -130,7 +130,7 @@ def test_unreachable_port_gets_a_remedy(
 
 def test_other_program_on_the_port_fails(config: Config, port: int, stack: ExitStack) -> None:
     stack.enter_context(socket.create_server(("127.0.0.1", port + 3)))
-    client = stack.enter_context(closing(network_checks.open_probe_client(config, "ann")))
+    client = stack.enter_context(closing(network_checks.open_probe_client(config)))
     with pytest.raises(WireError) as error:
         network_checks.send_probes(client, timeout_seconds=0.3)
     check = failed_check(error.value)
@@ -160,32 +160,15 @@ def test_clock_is_compared_with_the_trainer(
 
 
 def keyed(settings: list[str], folder: Path) -> Config:
-    return load_config("doctor", [*settings, "--security.keys", str(folder)])
-
-
-def test_keys_of_both_roles_are_checked(settings: list[str], tmp_path: Path) -> None:
-    for name in ("trainer", "ann"):
-        make_keys(tmp_path / "keys", name)
-    config = keyed(settings, tmp_path / "keys")
-    assert network_checks.check_keys(config, "trainer", "trainer").detail.endswith("admits ann")
-    assert network_checks.check_keys(config, "generator", "ann").ok
+    words = ["--security.keys", str(folder), "--generator.name", "ann"]
+    return load_config("doctor", [*settings, *words])
 
 
 def test_missing_key_names_the_keygen_command(settings: list[str], tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", "trainer")
-    config = keyed(settings, tmp_path / "keys")
     message = r"ann\.secret cannot be read \(No such file.*make it with bin"
     with pytest.raises(WireError, match=message):
-        network_checks.check_keys(config, "generator", "ann")
-    check = network_checks.check_keys(config, "trainer", "trainer")
-    assert not check.ok and "keygen --generator.name NAME" in check.remedy
-
-
-def test_missing_keys_on_an_open_address_get_a_remedy(settings: list[str]) -> None:
-    assert not network_checks.check_keys(load_config("d", settings), "trainer", "trainer").remedy
-    open_to_all = load_config("d", [*settings, "--wire.bind", "0.0.0.0", "--security.insecure"])
-    check = network_checks.check_keys(open_to_all, "trainer", "trainer")
-    assert check.ok and check.remedy.startswith("make keys with bin/doctor keygen")
+        network_checks.open_probe_client(keyed(settings, tmp_path / "keys"))
 
 
 def test_wrong_trainer_key_is_refused_with_a_remedy(
@@ -196,13 +179,13 @@ def test_wrong_trainer_key_is_refused_with_a_remedy(
             make_keys(tmp_path / folder, name)
     here = keyed(settings, tmp_path / "here")
     assert network_checks.serve_probes(here, stack, folder=None, worker_info={}).ok
-    admitted = stack.enter_context(closing(network_checks.open_probe_client(here, "ann")))
+    admitted = stack.enter_context(closing(network_checks.open_probe_client(here)))
     assert network_checks.check_probe(network_checks.send_probes(admitted), "demo").ok
     (tmp_path / "there" / "trainer.public").write_bytes(
         (tmp_path / "here" / "trainer.public").read_bytes()
     )
     refused = stack.enter_context(
-        closing(network_checks.open_probe_client(keyed(settings, tmp_path / "there"), "ann"))
+        closing(network_checks.open_probe_client(keyed(settings, tmp_path / "there")))
     )
     for _ in range(2):  # during the refused handshake and after it
         with pytest.raises(WireError, match=r"has no key of ann; put ann\.public into"):
@@ -212,7 +195,7 @@ def test_wrong_trainer_key_is_refused_with_a_remedy(
 def test_probe_creates_a_file_in_the_weights_folder(
     config: Config, stack: ExitStack, serving: Path
 ) -> None:
-    client = stack.enter_context(closing(network_checks.open_probe_client(config, "ann")))
+    client = stack.enter_context(closing(network_checks.open_probe_client(config)))
     for _ in range(2):  # the second file replaces the first one
         reply, _seconds = client.request("create_file", timeout=5)
         assert [path.name for path in serving.iterdir()] == [reply.created_file]

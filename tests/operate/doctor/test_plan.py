@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from sample_data import QWEN, TINY
+from sample_data import QWEN
 
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import doctor
@@ -124,15 +124,6 @@ def test_plan_for_an_absent_gpu_counts_the_cache_of_turns(
         return rows[1]["parts"]["KV cache of 32 slots"]
 
     assert cache_bytes("--task.name=guess_number") > cache_bytes()
-
-
-def test_unknown_architecture_is_marked_as_estimated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "nova"}))
-    assert plan(f"--model.name={tmp_path}", "--memory=8") == 0
-    text = "estimated: the layers of nova may differ from the formulas"
-    assert text in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
