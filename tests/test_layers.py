@@ -60,7 +60,7 @@ LIBRARIES = {  # the only modules that may import a library
     "peft": {"models.lora"},
     "bitsandbytes": {"learning.optimizer"},
     "math_verify": {"environments.math_answers"},
-    "pydantic": {"config"},
+    "pydantic": {"config", "environments.verifier_client", "environments.verifier_service"},
     "pydantic_config": {"config"},
     "rich": {"observe"},
     "matplotlib": {"observe"},

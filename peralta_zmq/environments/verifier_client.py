@@ -7,7 +7,6 @@ The client retries while none responds. A failure is an error, never a reward.
 from __future__ import annotations
 
 import http.client
-import json
 import logging
 import threading
 import time
@@ -15,35 +14,76 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from itertools import count
-from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
+from pydantic import BaseModel, Field
+
 from peralta_zmq.addresses import with_port
-from peralta_zmq.atomic_files import MALFORMED, parse_json
 from peralta_zmq.environments.reward_functions import checked_reward, num_completions
 from peralta_zmq.environments.turns import REPLY_ROLES, Reply
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, program_name
-from peralta_zmq.rollout import Message, Problem, Score, ToolCall
-
-MIN_PAUSE_SECONDS = 0.05  # pause between two attempts, which doubles each time
-MAX_PAUSE_SECONDS = 2.0
-MAX_RESPONSE_BYTES = 64 << 20
+from peralta_zmq.rollout import Message, Problem, Score
 
 Result = TypeVar("Result")
+TokenIds: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
 logger = logging.getLogger(__name__)
+
+
+class ServedProblem(BaseModel):
+    """A problem without its answer, which stays on the verifier."""
+
+    id: str
+    messages: list[Message]
+    input_token_ids: TokenIds
+    row: int = 0
+
+
+class ProblemsResponse(BaseModel):
+    problems: list[ServedProblem]
+    digest: str  # of the environment's problems, answers and rewards
+    has_turns: bool
+    tools: list[dict[str, Any]]  # schemas
+
+
+class AnswerRequest(BaseModel):
+    env: str
+    problem: str  # id on the verifier
+    completion: str
+
+
+class ReplyRequest(BaseModel):
+    env: str
+    problem: str
+    digest: str
+    messages: list[Message] = Field(min_length=1)  # after the prompt
+
+
+class ReplyResponse(BaseModel):
+    messages: list[Message] | None = Field(min_length=1)  # None ends the episode
+
+
+class ScoreRequest(BaseModel):
+    """All lists have one entry per completion."""
+
+    env: str
+    problem: str
+    digest: str
+    completions: list[str] = Field(min_length=1)
+    completion_ids: list[TokenIds]
+    completion_messages: list[list[Message]]  # after the prompt; empty for a single turn
+
+
+class ScoreResponse(BaseModel):
+    scores: list[Score]
+
+
+class ErrorResponse(BaseModel):
+    error: str
 
 
 class _UnavailableError(Exception):
     """The request failed, but a retry may succeed."""
-
-
-class _NoResponseError(TaskError):
-    """No verifier has responded for `retry_seconds`."""
-
-
-class _OtherProblemsError(TaskError):
-    """The verifier serves other problems than those that the client has."""
 
 
 class RemoteEnvironment:
@@ -66,6 +106,7 @@ class RemoteEnvironment:
         retry_seconds: float = 60.0,
         request_timeout: float = 30.0,
         avoid_seconds: float = 2.0,
+        max_response_bytes: int = 64 << 20,
     ) -> None:
         self._addresses = tuple(addresses)
         self._env = env
@@ -74,18 +115,17 @@ class RemoteEnvironment:
         self._retry_seconds = retry_seconds
         self._request_timeout = request_timeout
         self._avoid_seconds = avoid_seconds
-        self._digest = ""  # of the environment's problems and answers, as its verifier computed it
-        self.has_turns = False  # whether the task has several turns; set by `problems`
-        self.schemas: Sequence[Mapping[str, Any]] = ()  # of its tools; set by `problems`
+        self._max_response_bytes = max_response_bytes
+        self._digest = ""  # set by `problems`, as the next two
+        self.has_turns = False
+        self.schemas: Sequence[Mapping[str, Any]] = ()  # of the tools
         self._failed_at: dict[tuple[str, int], float] = {}  # monotonic seconds
         self._turns = count()
-        self._concurrency = concurrency
+        self._max_unfinished = 2 * concurrency
         self._num_unfinished = 0
         self._lock = threading.Lock()
+        self._may_send = threading.Semaphore(concurrency)
         self._closed = threading.Event()
-        # Not a ThreadPoolExecutor: at exit it would wait for requests without a response.
-        self._threads: list[threading.Thread] = []
-        self._unsent: SimpleQueue[_Unsent | None] = SimpleQueue()
 
     def problems(self, split: str, seed: int, **options: object) -> Iterator[Problem]:
         """The problems of split 'train' or 'eval', with their ids on the verifier as answers.
@@ -93,16 +133,28 @@ class RemoteEnvironment:
         The verifier's config determines the problems: `seed` and `options` are unused. Raises
         TaskError if no verifier responds in time, or one sends an unexpected response.
         """
-        path = f"/problems?env={quote(self._env)}&split={quote(split)}"
-        return iter(self._request(path, None, self._problems_from_json))
 
-    def _problems_from_json(self, response: Any, body: None) -> list[Problem]:
-        self._digest = str(response["digest"])
-        self.has_turns = bool(response["has_turns"])
-        self.schemas = list(response["tools"])
-        if not all(isinstance(schema, dict) for schema in self.schemas):
-            raise TypeError("a tool without a schema")
-        return [_problem_from_json(row, self._env) for row in response["problems"]]
+        def parse(content: bytes) -> list[Problem]:
+            response = ProblemsResponse.model_validate_json(content, strict=True)
+            if not all(each.messages or each.input_token_ids for each in response.problems):
+                raise ValueError("a problem has no prompt")
+            self._digest = response.digest
+            self.has_turns = response.has_turns
+            self.schemas = response.tools
+            return [
+                Problem(
+                    each.id,
+                    self._env,
+                    tuple(each.messages),
+                    answer=each.id,
+                    input_token_ids=tuple(each.input_token_ids),
+                    row=each.row,
+                )
+                for each in response.problems
+            ]
+
+        path = f"/problems?env={quote(self._env)}&split={quote(split)}"
+        return iter(self._request(path, None, parse))
 
     @property
     def identity(self) -> str:
@@ -111,7 +163,7 @@ class RemoteEnvironment:
     @property
     def has_room(self) -> bool:
         """Whether fewer groups and replies wait than are requested at the same time."""
-        return self._num_unfinished < 2 * self._concurrency
+        return self._num_unfinished < self._max_unfinished
 
     def score(
         self,
@@ -120,96 +172,103 @@ class RemoteEnvironment:
         token_ids: Sequence[Sequence[int]],
         messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
-        body = {
-            "completions": list(texts),
-            "completion_ids": list(map(list, token_ids)),
-            "completion_messages": [
-                messages_to_json(each) for each in messages or [()] * len(texts)
-            ],
-        }
-        return self._send("/score", problem, body, _scores_from_json)
+        episodes = [list(each) for each in messages or [()] * len(texts)]
+
+        def parse(content: bytes) -> list[Score]:
+            scores = ScoreResponse.model_validate_json(content, strict=True).scores
+            return [
+                cast(Score, checked_reward(score, num_turns=num_completions(episode) or 1))
+                for score, episode in zip(scores, episodes, strict=True)
+            ]
+
+        request = ScoreRequest(
+            env=self._env,
+            problem=problem.answer,
+            digest=self._digest,
+            completions=list(texts),
+            completion_ids=list(map(list, token_ids)),
+            completion_messages=episodes,
+        )
+        return self._send("/score", request, parse, num_calls=len(texts))
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        # The verifier has the messages of the problem.
-        body = {"messages": messages_to_json(messages[len(problem.messages) :])}
-        return self._send("/reply", problem, body, _reply_from_json)
+        def parse(content: bytes) -> Reply:
+            reply = ReplyResponse.model_validate_json(content, strict=True).messages
+            if any(message.role not in REPLY_ROLES for message in reply or ()):
+                raise ValueError(f"a reply with other roles than {REPLY_ROLES}")
+            return reply
+
+        request = ReplyRequest(
+            env=self._env,
+            problem=problem.answer,
+            digest=self._digest,
+            messages=list(messages[len(problem.messages) :]),
+        )
+        return self._send("/reply", request, parse)
 
     def _send(
         self,
         path: str,
-        problem: Problem,
-        body: Mapping[str, Any],
-        parse: Callable[[Any, Mapping[str, Any]], Result],
+        request: BaseModel,
+        parse: Callable[[bytes], Result],
+        *,
+        num_calls: int = 1,
     ) -> Future[Result]:
-        while len(self._threads) < self._concurrency:
-            self._threads.append(threading.Thread(target=self._send_requests, daemon=True))
-            self._threads[-1].start()
-        with self._lock:
-            self._num_unfinished += 1
+        future: Future[Result] = Future()
+        timeout = self._request_timeout + self._reward_timeout * num_calls
+        content = request.model_dump_json().encode()
+
+        def send() -> None:
+            with self._may_send:
+                if self._closed.is_set():
+                    future.cancel()
+                if not future.set_running_or_notify_cancel():
+                    return
+                try:
+                    future.set_result(self._request(path, content, parse, timeout))
+                except Exception as error:  # noqa: BLE001  the caller gets it from the future
+                    future.set_exception(error)
 
         def count_finished(_: Future[Result]) -> None:
             with self._lock:
                 self._num_unfinished -= 1
 
-        future: Future[Result] = Future()
+        with self._lock:
+            self._num_unfinished += 1
         future.add_done_callback(count_finished)
-        # The `answer` of the problem is its id on the verifier: see `problems`.
-        body = {"env": self._env, "problem": problem.answer, "digest": self._digest, **body}
-        self._unsent.put((future, path, body, parse))
+        # Not a ThreadPoolExecutor: at exit it would wait for requests without a response.
+        threading.Thread(target=send, daemon=True).start()
         return future
 
     def close(self) -> None:
         """Cancel all requests that wait; those that are sent end in the background."""
         self._closed.set()
-        for _ in self._threads:
-            self._unsent.put(None)
 
-    def _send_requests(self) -> None:
-        while (unsent := self._unsent.get()) is not None:
-            future, path, body, parse = unsent
-            if self._closed.is_set():
-                future.cancel()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(self._result(path, body, parse))
-            except Exception as error:  # noqa: BLE001  the caller gets it from the future
-                future.set_exception(error)
-
-    def _result(
+    def _request(
         self,
         path: str,
-        body: Mapping[str, Any],
-        parse: Callable[[Any, Mapping[str, Any]], Result],
+        content: bytes | None,
+        parse: Callable[[bytes], Result],
+        timeout: float | None = None,
     ) -> Result:
-        try:
-            return self._request(path, body, parse)
-        except _OtherProblemsError:
-            raise  # every further reward would fail, too
-        except _NoResponseError as error:
-            raise RewardUnavailableError(str(error)) from None
-        except TaskError as error:
-            raise RewardError(str(error)) from None
+        """What `parse` returns for the response to a POST of `content`, or to a GET without it.
 
-    def _request(self, path: str, body: Any, parse: Callable[[Any, Any], Result]) -> Result:
-        """What `parse` makes of the JSON response to a POST with `body`, or to a GET without one.
-
-        Retries while no verifier responds; raises TaskError after `retry_seconds`.
+        Retries while no verifier responds; raises RewardUnavailableError after `retry_seconds`.
         """
         started = time.monotonic()
-        pause = MIN_PAUSE_SECONDS
+        pause = 0.05  # seconds between two attempts
         waiting = False
         while True:
             addresses = self._available() or self._addresses
             address = addresses[next(self._turns) % len(addresses)]
             try:
-                result = self._request_once(address, path, body, parse)
+                result = self._request_once(address, path, content, parse, timeout)
                 break
             except (OSError, ValueError, http.client.HTTPException, _UnavailableError) as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
             self._failed_at[address] = time.monotonic()
             if time.monotonic() - started > self._retry_seconds or self._closed.is_set():
-                raise _NoResponseError(
+                raise RewardUnavailableError(
                     f"env.address {url_of(address)} has not responded for "
                     f"{self._retry_seconds:.0f} s ({reason}); "
                     f"start it: {program_name('verifier')} @ CONFIG"
@@ -219,7 +278,7 @@ class RemoteEnvironment:
                 waiting = True
             if not self._available():
                 self._closed.wait(pause)
-                pause = min(MAX_PAUSE_SECONDS, 2 * pause)
+                pause = min(2.0, 2 * pause)
         self._failed_at.pop(address, None)
         if waiting:
             logger.info("the verifier responds again url=%s", url_of(address))
@@ -230,128 +289,48 @@ class RemoteEnvironment:
         return [each for each in self._addresses if self._failed_at.get(each, start) <= start]
 
     def _request_once(
-        self, address: tuple[str, int], path: str, body: Any, parse: Callable[[Any, Any], Result]
+        self,
+        address: tuple[str, int],
+        path: str,
+        content: bytes | None,
+        parse: Callable[[bytes], Result],
+        timeout: float | None,
     ) -> Result:
-        """Send a request once; TaskError if a retry would not help, another exception if it may."""
-        timeout = self._request_timeout
-        if body is not None:  # for one worker that computes all rewards, or a reply
-            timeout += self._reward_timeout * len(cast("list[str]", body.get("completions", [""])))
+        """Send a request once. Raises RewardError if a retry would not help, TaskError if every
+        further request would fail, too, and another exception if a retry may help.
+        """
+        timeout = timeout or self._request_timeout
         with closing(http.client.HTTPConnection(*address, timeout=timeout)) as connection:
-            content = None if body is None else json.dumps(body).encode()
-            connection.request("GET" if body is None else "POST", path, content, self._headers)
+            connection.request("GET" if content is None else "POST", path, content, self._headers)
             response = connection.getresponse()
-            content = response.read(MAX_RESPONSE_BYTES + 1)
+            received = response.read(self._max_response_bytes + 1)
         if response.status >= http.client.INTERNAL_SERVER_ERROR:
             raise _UnavailableError(f"status {response.status}")
-        if len(content) > MAX_RESPONSE_BYTES:
-            raise _unexpected(address, f"more than {MAX_RESPONSE_BYTES} bytes")
+        if len(received) > self._max_response_bytes:
+            raise _unexpected(address, f"more than {self._max_response_bytes} bytes")
         if response.length:  # missing bytes; a read with a limit raises no IncompleteRead
             raise _UnavailableError("connection closed within the response")
         try:
-            value = parse_json(content)
-            json.dumps(value, ensure_ascii=False).encode()  # raises for an unpaired surrogate
             if response.status == http.client.OK:
-                return parse(value, body)
-            reason = str(value["error"])[:200]
-        except MALFORMED as error:
+                return parse(received)
+            reason = ErrorResponse.model_validate_json(received).error
+        except ValueError as error:
             raise _unexpected(address, error) from None
-        kind = _OtherProblemsError if response.status == http.client.CONFLICT else TaskError
+        # With other problems than those of the client, no reward would be right.
+        kind = TaskError if response.status == http.client.CONFLICT else RewardError
         raise kind(
             f"env.address {url_of(address)} refuses {path.partition('?')[0]} with "
-            f"{response.status}: {reason}"
+            f"{response.status}: {reason[:200]}"
         )
-
-
-_Unsent: TypeAlias = "tuple[Future[Any], str, dict[str, Any], Callable[..., Any]]"
 
 
 def url_of(address: tuple[str, int]) -> str:
     return f"http://{with_port(*address)}"
 
 
-def _unexpected(address: tuple[str, int], reason: object) -> TaskError:
-    return TaskError(
-        f"env.address {url_of(address)} returned an unexpected response ({str(reason)[:80]}); "
-        "is this a verifier? Check the address"
-    )
-
-
-def _scores_from_json(response: Any, body: Mapping[str, Any]) -> list[Score]:
-    scores = response["scores"]
-    count = len(body["completions"])
-    if not isinstance(scores, list) or len(scores) != count:
-        raise TypeError(f"not {count} scores")
-    episodes = map(messages_from_json, body["completion_messages"])
-    return list(map(_score_from_json, scores, map(num_completions, episodes)))
-
-
-def _score_from_json(row: dict[str, Any], num_turns: int) -> Score:
-    score = Score(row["reward"], row["rewards"], row.get("turn_rewards", ()))
-    try:
-        return cast(Score, checked_reward(score, num_turns=num_turns or 1))
-    except ValueError as error:
-        raise ValueError(f"a reward of {error}") from None
-
-
-def _reply_from_json(response: Any, body: Mapping[str, Any]) -> Reply:
-    rows = response["messages"]
-    if rows is None:
-        return None
-    messages = messages_from_json(rows)
-    if not messages or any(message.role not in REPLY_ROLES for message in messages):
-        raise ValueError(f"a reply without messages, or with other roles than {REPLY_ROLES}")
-    return messages
-
-
-def messages_to_json(messages: Sequence[Message]) -> list[list[str]]:
-    return [[message.role, message.content, message.name] for message in messages]
-
-
-def messages_from_json(rows: Any) -> list[Message]:
-    """The messages in a request or response. Raises TypeError or ValueError."""
-    if not isinstance(rows, list):
-        raise TypeError("messages that are not a list")
-    messages: list[Message] = []
-    for row in cast("list[Any]", rows):
-        role, content, name = row
-        if role not in ("assistant", *REPLY_ROLES) or not type(content) is type(name) is str:
-            raise ValueError(f"{row!r:.40} is no message")
-        messages.append(Message(role, content, name))
-    return messages
-
-
-def problem_to_json(problem: Problem) -> dict[str, Any]:
-    return {
-        "id": problem.id,
-        "messages": [
-            [each.role, each.content, each.name, [[t.name, t.arguments] for t in each.tool_calls]]
-            for each in problem.messages
-        ],
-        "input_token_ids": list(problem.input_token_ids),
-        "row": problem.row,
-    }
-
-
-def _prompt_message_from_json(row: Any) -> Message:
-    role, content, name, calls = row
-    tool_calls = tuple(ToolCall(tool, arguments) for tool, arguments in calls)
-    if not all(type(text) is str for text in (role, content, name, *(t.name for t in tool_calls))):
-        raise TypeError("a message is not text")
-    return Message(role, content, name, tool_calls)
-
-
-def _problem_from_json(row: dict[str, Any], task: str) -> Problem:
-    messages = tuple(map(_prompt_message_from_json, row["messages"]))
-    tokens = tuple(row["input_token_ids"])
-    if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-        raise ValueError("a token id is not a whole number of 31 bits")
-    if not (messages or tokens):
-        raise ValueError("a problem has no prompt")
-    return Problem(
-        str(row["id"]),
-        task,
-        messages,
-        answer=str(row["id"]),
-        input_token_ids=tokens,
-        row=int(row.get("row", 0)),
+def _unexpected(address: tuple[str, int], reason: object) -> RewardError:
+    text = " ".join(str(reason).split())
+    return RewardError(
+        f"env.address {url_of(address)} returned an unexpected response ({text[:120]}); is this a "
+        "verifier? Check the address"
     )

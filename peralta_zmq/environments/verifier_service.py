@@ -4,17 +4,14 @@
     GET  /problems?env=NAME&split=train|eval
                          {"problems": [{"id", "messages", "input_token_ids"}], "digest",
                           "has_turns", "tools": schemas}
-    POST /score          {"env", "problem", "digest", "completions", "completion_ids",
-                          "completion_messages": with several turns, those after the prompt}
-                         -> {"scores": [{"reward", "rewards", "turn_rewards"}]}
-    POST /reply          {"env", "problem", "digest", "messages": those after the prompt}
-                         -> {"messages": those to insert; null ends the episode}
-    POST /verify_answer  {"env", "problem", "completion"} -> {"reward", "rewards", "turn_rewards"}
+    POST /score          ScoreRequest -> {"scores": [{"reward", "rewards", "turn_rewards"}]}
+    POST /reply          ReplyRequest -> {"messages": those to insert; null ends the episode}
+    POST /verify_answer  AnswerRequest -> {"reward", "rewards", "turn_rewards"}
 
-A message is a list of role, content and name of the tool. The answers to the problems stay on this
-machine. The digest identifies the problems of an environment with their answers, rewards and
-replies, so that a client does not get rewards of other problems.
-Functions are called by a pool of workers; bounded reward functions by the server's thread.
+verifier_client.py has the forms. The answers to the problems stay on this machine. The digest
+identifies the problems of an environment with their answers, rewards and replies, so that a client
+does not get rewards of other problems. Functions are called by a pool of workers; bounded reward
+functions by the server's thread.
 """
 
 from __future__ import annotations
@@ -25,11 +22,12 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -37,25 +35,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from peralta_zmq.addresses import read_private_token
-from peralta_zmq.atomic_files import parse_json
 from peralta_zmq.build import dry_run, fitted_settings, open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments, ReplySource, RewardSource
 from peralta_zmq.environments.verifier_client import (
-    messages_from_json,
-    messages_to_json,
-    problem_to_json,
+    AnswerRequest,
+    ProblemsResponse,
+    ReplyRequest,
+    ReplyResponse,
+    ScoreRequest,
+    ServedProblem,
     url_of,
 )
 from peralta_zmq.errors import ConfigError, PeraltaError
 from peralta_zmq.http_server import HttpServer, Limits, open_port, read_body
-from peralta_zmq.rollout import Message, Problem
+from peralta_zmq.rollout import Problem
 
 MAX_REQUEST_BYTES = 64 << 20
-# A request for scores may take this time plus task.reward_timeout for each completion, one for a
-# reply this time plus task.reward_timeout. After that the response is status 503, and the client,
-# whose own timeout is longer, retries.
-MAX_WAIT_SECONDS = 20.0
+Form = TypeVar("Form", bound=BaseModel)
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
@@ -149,7 +146,6 @@ class Verifier:
     # Responses.
 
     async def health(self, request: Request) -> Response:
-        """Number of train problems, and the state of the reward pools."""
         pools = [environments.pool for environments in self._splits.values()]
         return _json({
             "environments": self.environments,
@@ -158,7 +154,6 @@ class Verifier:
         })  # fmt: skip
 
     def problems(self, request: Request) -> Response:
-        """All problems of an environment."""
         env = request.query_params.get("env", "")
         split = request.query_params.get("split", "train")
         if split not in self._splits:
@@ -167,60 +162,64 @@ class Verifier:
         if env not in environments.sizes:
             names = ", ".join(environments.sizes)
             raise HTTPException(404, f"no environment {env!r:.40}; there are {names}")
-        problems = [problem for problem in environments.problems if problem.task == env]
         replies = environments.reply_sources.get(env)
-        return _json({
-            "problems": list(map(problem_to_json, problems)),
-            "digest": self._digests[env, split],
-            "has_turns": replies is not None,
-            "tools": list(replies.schemas) if replies else [],
-        })  # fmt: skip
+        response = ProblemsResponse(
+            problems=[
+                ServedProblem(
+                    id=problem.id,
+                    messages=list(problem.messages),
+                    input_token_ids=list(problem.input_token_ids),
+                    row=problem.row,
+                )
+                for problem in environments.problems
+                if problem.task == env
+            ],
+            digest=self._digests[env, split],
+            has_turns=replies is not None,
+            tools=[dict(schema) for schema in replies.schemas] if replies else [],
+        )
+        return Response(response.model_dump_json(), media_type="application/json")
 
     async def score(self, request: Request) -> Response:
         """The scores of completions."""
-        env, problem, texts, ids, messages, digest = await _fields(
-            request, "completions", "completion_ids", "completion_messages", "digest"
+        form = await _read(request, ScoreRequest)
+        if not len(form.completions) == len(form.completion_ids) == len(form.completion_messages):
+            raise HTTPException(400, "the lists of completions, ids and messages differ in length")
+        environments, problem = self._find(form.env, form.problem, form.digest)
+        source = environments.reward_sources[form.env]
+        episodes = form.completion_messages if any(form.completion_messages) else ()
+        scores = await self._result(
+            source,
+            lambda: source.score(problem, form.completions, form.completion_ids, episodes),
+            num_calls=len(form.completions),
         )
-        episodes = [*map(messages_from_json, messages)] if any(messages) else ()
-        return _json({"scores": await self._scores(env, problem, texts, ids, episodes, digest)})
+        return _json({"scores": [score._asdict() for score in scores]})
 
     async def verify_answer(self, request: Request) -> Response:
         """The score of one completion."""
-        env, problem, completion = await _fields(request, "completion")
-        return _json((await self._scores(env, problem, [completion], [()]))[0])
+        form = await _read(request, AnswerRequest)
+        environments, problem = self._find(form.env, form.problem, digest=None)
+        source = environments.reward_sources[form.env]
+        scores = await self._result(source, lambda: source.score(problem, [form.completion], [()]))
+        return _json(scores[0]._asdict())
 
     async def reply(self, request: Request) -> Response:
         """The messages that follow a completion, the last of the messages in the request."""
-        env, problem_id, rows, digest = await _fields(request, "messages", "digest")
-        environments, problem = self._find(env, problem_id, digest)
-        source = environments.reply_sources.get(env)
+        form = await _read(request, ReplyRequest)
+        environments, problem = self._find(form.env, form.problem, form.digest)
+        source = environments.reply_sources.get(form.env)
         if source is None:
-            raise HTTPException(404, f"{env!r:.40} has only one turn")
-        messages = [*problem.messages, *messages_from_json(rows)]
+            raise HTTPException(404, f"{form.env!r:.40} has only one turn")
+        messages = [*problem.messages, *form.messages]
         reply = await self._result(source, lambda: source.reply(problem, messages))
-        return _json({"messages": None if reply is None else messages_to_json(reply)})
-
-    async def _scores(
-        self,
-        env: str,
-        problem_id: str,
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        messages: Sequence[Sequence[Message]] = (),
-        digest: str | None = None,
-    ) -> list[dict[str, Any]]:
-        """`digest` is that of the client's problems; None = do not compare."""
-        environments, problem = self._find(env, problem_id, digest)
-        source = environments.reward_sources[env]
-        scores = await self._result(
-            source,
-            lambda: source.score(problem, completions, completion_ids, messages),
-            num_calls=len(completions),
-        )
-        return [score._asdict() for score in scores]
+        response = ReplyResponse(messages=reply).model_dump_json()
+        return Response(response, media_type="application/json")
 
     def _find(self, env: str, problem_id: str, digest: str | None) -> tuple[Environments, Problem]:
-        """The problem of a request, and the environments of its split. Raises HTTPException."""
+        """The problem of a request, and the environments of its split. Raises HTTPException.
+
+        With `digest`, the problems of the client must be those of this verifier.
+        """
         splits = [split for split in self._splits if (env, split) in self._digests]
         chosen = [split for split in splits if digest in (None, self._digests[env, split])]
         if splits and not chosen:
@@ -248,7 +247,8 @@ class Verifier:
                 raise HTTPException(503, "busy")
             future = await run_in_threadpool(start)
         waiting = asyncio.wrap_future(future)
-        await asyncio.wait([waiting], timeout=self._reward_timeout * num_calls + MAX_WAIT_SECONDS)
+        # The client, whose own timeout is longer than these 20 s, retries after status 503.
+        await asyncio.wait([waiting], timeout=self._reward_timeout * num_calls + 20.0)
         if not waiting.done():
             future.cancel()
             raise HTTPException(503, "busy")
@@ -278,45 +278,12 @@ def _refuse(request: Request, error: HTTPException) -> Response:
     return _json({"error": error.detail}, status=error.status_code)
 
 
-async def _fields(request: Request, *names: str) -> list[Any]:
-    """The values of env, problem and `names` in the request body. Raises HTTPException."""
-    names = ("env", "problem", *names)
+async def _read(request: Request, form: type[Form]) -> Form:
+    """The request body in a form. Raises HTTPException."""
+    content = await read_body(request, max_bytes=MAX_REQUEST_BYTES)
     try:
-        content = await read_body(request, max_bytes=MAX_REQUEST_BYTES)
-        body = await run_in_threadpool(parse_json, content)
-        values = [body[name] for name in names]
-    except (ValueError, TypeError, KeyError):
-        values = []
-    if not values or not all(map(_is_valid, names, values)) or not _equal_lengths(values):
-        raise HTTPException(
-            400, f"the body is not a JSON object with the fields {', '.join(names)}"
-        )
-    return values
-
-
-def _is_valid(field: str, value: object) -> bool:
-    """Whether a field of a request has the right type: a list for completions, else text."""
-    if field == "messages":
-        return _are_messages(value)
-    if field == "completion_messages":
-        return isinstance(value, list) and all(map(_are_messages, cast("list[Any]", value)))
-    if field == "completions":
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
-    if field == "completion_ids":
-        rows = cast("list[Any]", value) if isinstance(value, list) else [None]
-        return all(isinstance(row, list) and all(type(each) is int for each in row) for row in rows)
-    return isinstance(value, str)
-
-
-def _are_messages(value: object) -> bool:
-    try:
-        messages_from_json(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _equal_lengths(values: Sequence[object]) -> bool:
-    """Whether all lists have the same length above 0."""
-    lengths = {len(value) for value in values if isinstance(value, list)}
-    return len(lengths) < 2 and 0 not in lengths
+        return await run_in_threadpool(form.model_validate_json, content, strict=True)
+    except ValueError:
+        fields = ", ".join(form.model_fields)
+        reason = f"the body is not a JSON object with the fields {fields}"
+        raise HTTPException(400, reason) from None

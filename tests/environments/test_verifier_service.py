@@ -236,9 +236,9 @@ def score_body(**changes: Any) -> bytes:
     ("/score", score_body(), 409),
     ("/reply", score_body(), 400),
     ("/reply", score_body(messages=[]), 400),
-    ("/reply", score_body(messages=[["model", "x", ""]]), 400),
-    ("/reply", score_body(messages=[["assistant", 1, ""]]), 400),
-    ("/reply", score_body(messages=[["assistant", "x", ""]]), 409),
+    ("/reply", score_body(messages=[{"role": "model", "content": "x"}]), 400),
+    ("/reply", score_body(messages=[{"role": "assistant", "content": 1}]), 400),
+    ("/reply", score_body(messages=[{"role": "assistant", "content": "x"}]), 409),
     ("/elsewhere", b"{}", 404),
 ])  # fmt: skip
 def test_invalid_request_is_refused(
