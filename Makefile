@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 VLLM := >=0.32,<0.33
 VLLM_PIP = .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/demo.toml
-EXTRAS ?= plot,math,lora,dev
+EXTRAS ?= math,lora,dev
 SECONDS ?= 60
 MINUTES ?= 30
 # Dates a target as now, and a source that is dated in the future too: make would always rebuild.
@@ -202,7 +202,7 @@ fresh:
 	@ln -s "$$(which aarch64-linux-gnu-gcc)" .venv-aarch64/bin/cc
 	@$(BIN)/python -m pip --python .venv-aarch64/bin/python install --quiet pip
 	@.venv-aarch64/bin/python -m pip install --quiet 'torch==2.10.0'
-	@$(MAKE) --no-print-directory BIN=.venv-aarch64/bin EXTRAS=math,plot package test-tools
+	@$(MAKE) --no-print-directory BIN=.venv-aarch64/bin EXTRAS=math package test-tools
 	@$(MARK)
 
 package:

@@ -63,7 +63,6 @@ LIBRARIES = {  # the only modules that may import a library
     "pydantic": {"config", "environments.verifier_client", "environments.verifier_service"},
     "pydantic_config": {"config"},
     "rich": {"observe"},
-    "matplotlib": {"observe"},
     "starlette": {
         *("http_server", "observe.dashboard", "generator.serving", "weights.server"),
         "environments.verifier_service",

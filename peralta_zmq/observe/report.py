@@ -1,18 +1,14 @@
-"""Results of a run: summary.json, reward.png and the results printed at the end."""
-
-# matplotlib annotates its parameters only in part
-# pyright: reportUnknownMemberType=false
+"""Results of a run: summary.json and the results printed at the end."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from peralta_zmq.atomic_files import replace_file
 from peralta_zmq.observe.metrics import (
@@ -30,16 +26,11 @@ from peralta_zmq.observe.run_state import SESSION_STARTS
 from peralta_zmq.observe.verdict import Verdict
 from peralta_zmq.rollout import CUT_OFF
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 SUMMARY = "summary.json"
-PLOT = "reward.png"
 REPORT = "report.html"
 Summary: TypeAlias = dict[str, Any]
 Evaluation: TypeAlias = dict[str, Any]  # row of eval.jsonl; `answers` has the fields of Answer
 WIDTHS = (44, 26, 26)  # characters of problem, base answer, trained answer
-BLUE = "#1f5fa8"
 
 
 def write_summary(
@@ -80,48 +71,10 @@ def made_before(folder: Path) -> int:
     return _read_summary(folder).get("accounting", {}).get("made", 0)
 
 
-def write_reward_plot(folder: Path) -> Path | None:
-    """Write reward.png and return its path; None if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return None
-    figure = Figure(figsize=(9.0, 4.8), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_title(f"{folder.name}: reward of all sampled rollouts", loc="left")
-    axes.set_xlabel("training step")
-    axes.set_ylabel("mean reward; share of groups")
-    axes.margins(x=0.01)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    # A step that was trained again after a roll-back replaces the earlier row.
-    rows = {number(row, "step"): row for row in read_rows(folder / METRICS)}
-    _draw_rewards(axes, [rows[step] for step in sorted(rows)])
-    summary = _read_summary(folder)
-    for key, label, color in (
-        ("eval_before", "before", "#b5482f"),
-        ("eval_after", "after", "#2a7d3f"),
-    ):
-        if math.isfinite(value := number(summary, key)):
-            label = f"held-out {label}: {value:.3f}"
-            axes.axhline(value, color=color, linewidth=1.2, linestyle=":", label=label)
-    resumes = [row for row in read_rows(folder / EVENTS) if row.get("event") == "resume"]
-    if steps := [number(row, "step") for row in resumes]:
-        edge = axes.get_xaxis_transform()  # x in steps, y as a share of the height
-        axes.vlines(steps, 0.0, 0.06, color="black", linewidth=1.6, transform=edge, label="resume")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, reverse=True)
-    image = io.BytesIO()
-    canvas.print_png(image)
-    replace_file(folder / PLOT, image.getvalue())
-    return folder / PLOT
-
-
 def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
     """The text printed at the end, with answers before and after training."""
     base, trained = _base_and_trained_evaluation(folder)
-    files = [("plot", folder / PLOT), ("report", folder / REPORT), ("metrics", folder / METRICS)]
+    files = [("report", folder / REPORT), ("metrics", folder / METRICS)]
     return "\n".join(
         [
             *(_answer_lines(base, trained) if base else []),
@@ -167,22 +120,6 @@ def _active_seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
 def _read_summary(folder: Path) -> Summary:
     path = folder / SUMMARY
     return json.loads(path.read_bytes()) if path.exists() else {}
-
-
-def _draw_rewards(axes: Axes, rows: Sequence[Row]) -> None:
-    steps, rewards, spreads, no_signal = (
-        [number(row, key) for row in rows]
-        for key in ("step", "reward", "reward_std", "frac_reward_zero_std")
-    )
-    if all(0.0 <= reward <= 1.0 for reward in rewards if math.isfinite(reward)):
-        axes.set_ylim(0.0, 1.04)  # reward ± std may exceed the range of the reward
-    low = [reward - spread for reward, spread in zip(rewards, spreads, strict=True)]
-    high = [reward + spread for reward, spread in zip(rewards, spreads, strict=True)]
-    axes.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="reward ± std")
-    label = "groups without signal"
-    axes.plot(steps, no_signal, color="#8a8a8a", linewidth=1.0, linestyle="--", label=label)
-    marker = "o" if len(rows) == 1 else ""  # a single point has no line
-    axes.plot(steps, rewards, color=BLUE, linewidth=2.2, marker=marker, label="reward")
 
 
 def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:

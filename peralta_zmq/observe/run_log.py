@@ -232,7 +232,7 @@ class RunLog:
     def close_run(
         self, weights_folder: Path, accounting: Mapping[str, int], final_statuses: Mapping[str, int]
     ) -> None:
-        """Write the summary (see `report.write_summary`), plot and report; print the results."""
+        """Write the summary (see `report.write_summary`) and the report; print the results."""
         summary = report.write_summary(
             self._folder,
             accounting=accounting,
@@ -243,16 +243,14 @@ class RunLog:
         self._terminal.close(report.closing_text(self._folder, summary, weights_folder))
 
     def write_report(self) -> None:
-        """Write reward.png and report.html if there is a step; print a note if that fails."""
+        """Write report.html if there is a step; print a note if that fails."""
         if not self._newest_rows:
             return
         try:
-            if report.write_reward_plot(self._folder) is None:
-                self.note("no reward plot: pip install 'peralta_zmq[plot]'")
             write_report([self._folder], self._folder / report.REPORT)
         except Exception as error:  # noqa: BLE001 - a saved run must end without an error
             self.note(
-                f"reward.png or report.html not written ({error}); "
+                f"{report.REPORT} not written ({error}); "
                 f"try {program_name('dashboard')} {self._folder}"
             )
 

@@ -1,9 +1,6 @@
-"""Summary, plot and closing report of a small synthetic run."""
+"""Summary and closing report of a small synthetic run."""
 
 import json
-import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import pytest
 from synthetic_runs import append
 
 from peralta_zmq.observe.metrics import EVALUATIONS, EVENTS, METRICS, Row
-from peralta_zmq.observe.report import closing_text, write_reward_plot, write_summary
+from peralta_zmq.observe.report import closing_text, write_summary
 from peralta_zmq.observe.verdict import Verdict
 
 REWARDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
@@ -80,39 +77,8 @@ def test_summary_of_a_run_without_rows_has_nulls(tmp_path: Path) -> None:
     assert (summary["seconds"], summary["steps"], summary["restarts"]) == (0.0, 0, 0)
 
 
-def test_plot_draws_evaluations_and_resumes(evaluated: Path) -> None:
-    def plot() -> bytes:
-        path = write_reward_plot(evaluated)
-        assert path == evaluated / "reward.png"
-        return path.read_bytes()
-
-    with_resume = plot()
-    write_summary(evaluated, **CLOSING)
-    with_both = plot()
-    (evaluated / EVENTS).unlink()
-    assert len({with_resume, with_both, plot()}) == 3
-    assert with_both[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", with_both[16:24]) == (1350, 720)
-
-
-def test_plot_without_matplotlib_is_none_and_torch_is_not_imported(folder: Path) -> None:
-    program = (
-        "import sys, pathlib, peralta_zmq.observe.terminal\n"
-        "from peralta_zmq.observe.report import write_reward_plot\n"
-        "print({'matplotlib', 'torch'} & set(sys.modules))\n"
-        "sys.modules['matplotlib'] = None\n"
-        "print(write_reward_plot(pathlib.Path(sys.argv[1])))"
-    )
-    command = [sys.executable, "-c", program, str(folder)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\nNone\n"
-    assert not (folder / "reward.png").exists()
-
-
 def test_closing_text_shows_answers_and_results(evaluated: Path) -> None:
     summary = write_summary(evaluated, **CLOSING)
-    write_reward_plot(evaluated)
     weights = evaluated / "weights/step_000006"
     lines = closing_text(evaluated, summary, weights).splitlines()
     assert lines[0].split() == ["problem", "base", "answer", "trained", "answer", "reward"]
@@ -124,7 +90,6 @@ def test_closing_text_shows_answers_and_results(evaluated: Path) -> None:
     assert "verdict            balanced" in lines
     outcomes = "6 trained + 2 without signal + 1 in flight; 3 received twice and counted once"
     assert f"groups             9 made = {outcomes}" in lines
-    assert f"plot               {evaluated / 'reward.png'}" in lines
     assert f"metrics            {evaluated / METRICS}" in lines
     load = f'model = AutoModelForCausalLM.from_pretrained("{weights}")'
     assert lines[-3:-1] == ["from transformers import AutoModelForCausalLM, AutoTokenizer", load]
