@@ -1,9 +1,9 @@
 """events.jsonl of a run, with limits on the events that other machines can cause.
 
-LIMITS has the maximum number of lines per minute and generator, for a generator that restarts again
-and again. Further events are only counted: after the minute, one line has the fields of the newest
-one and their number as `count`. A client without keys can use any number of names, so all lines of
-one event together take at most MAX_BYTES in a run.
+A generator may restart again and again: beyond LIMITS lines per minute and generator, events are
+only counted, and after the minute one line has the fields of the newest one and their number as
+`count`. A client without keys can use any number of names: all lines of one event in a run together
+take at most `max_bytes`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ LIMITS = {
     **dict.fromkeys(("exclude", "skip"), 600),  # at most one per step
     **{"drop": 1, "final_status": 100, "pool_refilled": 10},
 }
-MINUTE = 60.0  # seconds
-MAX_BYTES = 4 << 20  # size of all lines of one event in a run; about 30,000 joins
-MAX_COUNTS = 4096  # counters in a minute; beyond, generators share one counter per event
-NUM_NEWEST = 1000  # newest events kept in memory for the verdict
 logger = logging.getLogger(__name__)
 
 
@@ -44,7 +40,8 @@ class _Count:
 class EventLog:
     """Writer of events.jsonl. Use with `with`.
 
-    `rows` are the lines already in `file`. `newest` has the newest NUM_NEWEST lines, oldest first.
+    `rows` are the lines already in `file`. `newest` has the newest `num_newest` lines, oldest
+    first. Beyond `max_counts` counters in a minute, generators share one counter per event.
     """
 
     def __init__(
@@ -52,10 +49,11 @@ class EventLog:
         file: JsonLines,
         rows: Sequence[Row],
         *,
-        max_bytes: int = MAX_BYTES,
-        max_counts: int = MAX_COUNTS,
+        max_bytes: int = 4 << 20,  # about 30,000 joins
+        max_counts: int = 4096,
+        num_newest: int = 1000,
     ) -> None:
-        self.newest = deque(rows, maxlen=NUM_NEWEST)
+        self.newest = deque(rows, maxlen=num_newest)
         self._file = file
         self._max_bytes = max_bytes
         self._max_counts = max_counts
@@ -65,7 +63,7 @@ class EventLog:
                 self._num_bytes[event] += len(json.dumps(row))
         # Key: event, generator, outcome (of a drop; otherwise None).
         self._counts: dict[tuple[str, str, object], _Count] = {}
-        self._minute_end = time.monotonic() + MINUTE
+        self._minute_end = time.monotonic() + 60.0
 
     def __enter__(self) -> EventLog:
         return self
@@ -88,17 +86,15 @@ class EventLog:
         if count.num_lines < LIMITS[event]:
             count.num_lines += 1
             return self._write_limited(event, fields)
-        count.num_omitted = count.num_omitted + 1
+        count.num_omitted += 1
         count.newest = fields
         return False
 
     def flush(self, *, at_end: bool = False) -> None:
-        """If the minute is over, or `at_end`, write a line for the omitted events of each
-        generator.
-        """
+        """Write a line for the omitted events of each generator, if the minute is over."""
         if time.monotonic() < self._minute_end and not at_end:
             return
-        self._minute_end = time.monotonic() + MINUTE
+        self._minute_end = time.monotonic() + 60.0
         counts = self._counts
         self._counts = {}
         for key, count in counts.items():
@@ -107,7 +103,7 @@ class EventLog:
                 self._write_limited(key[0], {**count.newest, "count": count.num_omitted})
 
     def _write_limited(self, event: str, fields: Mapping[str, object]) -> bool:
-        """Write a line; False if the event's lines have MAX_BYTES."""
+        """Write a line; False if the event's lines have `max_bytes`."""
         if self._num_bytes[event] >= self._max_bytes:
             return False
         self._num_bytes[event] += len(json.dumps(self._write(event, fields)))

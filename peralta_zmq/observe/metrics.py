@@ -39,7 +39,6 @@ EVALUATIONS = "eval.jsonl"
 ANSWERS = "answers.jsonl"
 CONFIG_HISTORY = "config_history.jsonl"  # settings that a resumed run has changed
 LOCK = "lock"  # file in the run folder that the trainer keeps locked
-BLOCK = 1 << 16  # bytes that are searched at once for the end of the last whole line
 logger = logging.getLogger(__name__)
 
 
@@ -54,10 +53,7 @@ class JsonLines:
         _truncate_torn_line(self._file)
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one line, unbuffered; NaN and infinities become null.
-
-        A failed write (logged) or a short write (full disk, not logged) loses this row only.
-        """
+        """Write one line, unbuffered; a failed or short write (full disk) loses this row only."""
         line = json.dumps(nan_to_null(row)).encode() + b"\n"
         line = b"\n" + line if self._is_torn else line
         try:
@@ -72,10 +68,8 @@ class JsonLines:
         return row
 
     def trim(self, max_bytes: int) -> None:
-        """Replace a file of more than `max_bytes` by one with fewer rows.
-
-        The rows of the first step and the newest rows are kept, each up to a quarter of
-        `max_bytes`. A failure is logged, and the file keeps all rows.
+        """Replace a file of more than `max_bytes` by the rows of the first step and the newest
+        rows, each up to a quarter of `max_bytes`. After a failure, the file keeps all rows.
         """
         try:
             if os.fstat(self._file.fileno()).st_size <= max_bytes:
@@ -117,7 +111,6 @@ def parse_rows(block: bytes) -> list[Row]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The content of a TOML file. Raises OSError or ValueError."""
     return tomllib.loads(path.read_text("utf-8"))
 
 
@@ -168,7 +161,7 @@ def _step_of(line: bytes) -> object:
 def first_within(
     max_size: int, contents: Iterable[Content], size_of: Callable[[Content], int]
 ) -> list[Content]:
-    """The first contents whose sizes are at most `max_size` together."""
+    """The first contents whose sizes together are at most `max_size`."""
     kept: list[Content] = []
     for content in contents:
         max_size -= size_of(content)
@@ -182,7 +175,7 @@ def _truncate_torn_line(file: BinaryIO) -> None:
     # Not mapped: if a NAS loses the file, reading a mapping raises SIGBUS.
     size = end = file.seek(0, os.SEEK_END)
     while end:
-        start = file.seek(max(0, end - BLOCK))
+        start = file.seek(max(0, end - (1 << 16)))
         if newline := file.read(end - start).rfind(b"\n") + 1:
             end = start + newline
             break

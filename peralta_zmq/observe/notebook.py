@@ -10,11 +10,8 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-WIDTH = 100  # columns
-
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
     return "ipykernel" in sys.modules
 
 
@@ -22,14 +19,13 @@ class CellDisplay:
     """Text in the output of the current cell, replaced by each `update`."""
 
     def __init__(self) -> None:
-        self.console = Console(width=WIDTH, force_jupyter=False)
-        self._handle: Any = None  # of IPython
+        self.console = Console(width=100, force_jupyter=False)
+        self._handle: Any = None  # IPython's, to replace the text
 
     def refresh(self) -> None:
-        """Nothing: `update` has drawn."""
+        """Do nothing: `update` has drawn."""
 
     def update(self, content: RenderableType, refresh: bool = False) -> None:
-        """Draw the content instead of the earlier one."""
         from IPython.display import display  # pyright: ignore[reportUnknownVariableType]
 
         with self.console.capture() as captured:

@@ -1,8 +1,7 @@
 """Documented metric names, and export of the newest metrics to Prometheus.
 
-metric_names.toml lists the name and meaning of every metric in metrics.jsonl. The text format 0.0.4
-of the export is documented at prometheus.io/docs/instrumenting/exposition_formats. Metric `a/b`
-becomes peralta_a_b, and the name of a generator or reward becomes a label.
+The text format 0.0.4 is documented at prometheus.io/docs/instrumenting/exposition_formats. Metric
+`a/b` becomes peralta_a_b, and the name of a generator or reward becomes a label.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ COUNTER_PREFIX = "dropped/"  # cumulative; dropped/invalid since the trainer's l
 # section of docs/metrics.md -> documented name -> meaning
 SECTIONS: Mapping[str, Mapping[str, str]] = read_toml(Path(__file__).with_name("metric_names.toml"))
 MEANINGS = {name: meaning for names in SECTIONS.values() for name, meaning in names.items()}
-# documented name -> pattern; NAME in a documented name stands for any generator, reward, ...
+# Documented name -> pattern; NAME stands for any generator, reward, ...
 PATTERNS = {
     name: re.compile(re.escape(name).replace("NAME", "(.+)"), re.DOTALL) for name in MEANINGS
 }

@@ -1,7 +1,7 @@
 """RunLog: the log files, terminal output, trackers and report of a run.
 
-A resumed trainer replays steps from its journal; a step that is already in the files is not written
-again. A roll-back returns to a checkpoint and repeats the later steps; the lineage is the number of
+A step that is already in the files, and that a resumed trainer replays, is not written again. A
+roll-back returns to a checkpoint and repeats the later steps; the lineage is the number of
 roll-backs so far.
 """
 
@@ -30,13 +30,12 @@ from peralta_zmq.observe.metrics import (
     number,
     read_rows,
 )
-from peralta_zmq.observe.run_state import SESSION_ENDS, SESSION_STARTS, WINDOW
+from peralta_zmq.observe.run_state import COMPLETE, SESSION_ENDS, SESSION_STARTS, WINDOW
 from peralta_zmq.observe.terminal import Progress, Terminal
 from peralta_zmq.observe.trackers import Tracker
 from peralta_zmq.observe.verdict import Verdict, verdict
 from peralta_zmq.rollout import Answer, Problem
 
-MAX_TEXTS_BYTES = 64 << 20  # size of samples.jsonl, and of answers.jsonl
 STALL_CHECK_SECONDS = 30.0  # between two verdicts shown while no step is taken
 
 
@@ -65,9 +64,9 @@ class RunLog:
         self.lineage = len(_roll_backs(events))
         self._folder = folder
         self._is_training = False  # True between the events that start and end this session
-        kinds = [row.get("event") for row in events]
-        sessions = [kind for kind in kinds if kind in SESSION_STARTS + SESSION_ENDS]
-        self.was_complete = sessions[-1:] == ["complete"]
+        limits = SESSION_STARTS + SESSION_ENDS
+        sessions = [row["event"] for row in events if row.get("event") in limits]
+        self.was_complete = sessions[-1:] == [COMPLETE]
         self._next_stall_check = 0.0  # monotonic seconds
         # The verdict is computed from WINDOW rows and skips replayed steps.
         self._newest_rows = deque(rows, maxlen=2 * WINDOW)
@@ -89,8 +88,9 @@ class RunLog:
 
     def event(self, name: str, **fields: object) -> bool:
         """Append an event to events.jsonl; False if a limit of EventLog prevents this."""
-        self._is_training = self._is_training or name in SESSION_STARTS
-        self._next_stall_check = 0.0 if name in SESSION_STARTS else self._next_stall_check
+        if name in SESSION_STARTS:
+            self._is_training = True
+            self._next_stall_check = 0.0
         return self._events.append(name, **fields)
 
     def end(self, name: str, *, step: int) -> None:
@@ -151,10 +151,10 @@ class RunLog:
     def _write_texts(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
         for row in rows:
             self._files[name].append(row)
-        self._files[name].trim(MAX_TEXTS_BYTES)
+        self._files[name].trim(max_bytes=64 << 20)
 
     def check_stall(self) -> None:
-        """Show the verdict if no step was taken for STALL_CHECK_SECONDS; call this often."""
+        """Show the verdict if no step was taken for STALL_CHECK_SECONDS."""
         self._events.flush()
         if time.monotonic() >= self._next_stall_check:
             self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
@@ -173,11 +173,10 @@ class RunLog:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether `step` was evaluated and no later roll-back undid that step."""
-        # Step that each roll-back returned to.
         targets = [number(row, "step") for row in _roll_backs(read_rows(self._folder / EVENTS))]
         rows = [row for row in read_rows(self._folder / EVALUATIONS) if row["step"] == step]
         lineages = [int(number(row, "lineage", 0)) for row in rows]
-        # targets[lineage:] belong to the roll-backs after the evaluation.
+        # The roll-backs after an evaluation are those from its lineage on.
         return any(all(target >= step for target in targets[lineage:]) for lineage in lineages)
 
     def evaluation(
@@ -192,9 +191,8 @@ class RunLog:
     ) -> None:
         """Write a held-out evaluation of `step`, and the answers to each of its problems.
 
-        `accuracy` is the mean reward, and `stderr` its standard error over the problems; `figures`
-        has avg@k and pass@k. `policy_steps` has the step of the oldest and of the newest weights
-        that sampled the answers.
+        The first three values are those of `held_out.summarize`. `policy_steps` has the step of the
+        oldest and of the newest weights that sampled the answers.
         """
         rows = [
             {

@@ -1,9 +1,8 @@
 """State of a run, computed from the newest rows of metrics.jsonl and events.jsonl.
 
-The verdict and the dashboard use it. A session is one process of the trainer: it begins with the
-event "start" or "resume" and ends with "stop" or "complete". Before "resume", a trainer may replay
-steps from its journal: the event "replay" begins that part, and these steps have step_time 0. An
-incarnation is one start of a generator.
+A session is one process of the trainer: it begins with the event "start" or "resume" and ends with
+"stop" or "complete". Before "resume", a trainer may replay steps from its journal: the event
+"replay" begins that part, and these steps have step_time 0.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ from typing import Literal, TypeAlias
 
 from peralta_zmq.observe.metrics import finite_mean, generator_numbers, number
 
-Rows: TypeAlias = Sequence[Mapping[str, object]]  # of metrics.jsonl or events.jsonl, oldest first
+Rows: TypeAlias = Sequence[Mapping[str, object]]  # metrics.jsonl or events.jsonl, oldest first
 Activity: TypeAlias = Literal["training", "evaluating", "replaying", "waiting"]
 
 WINDOW = 20  # number of newest rows that the state covers
 MIN_ROWS = 3  # smallest number of rows from which the verdict computes means
-# A run has stalled after STALL_SECONDS, or the duration of STALL_STEPS steps if that is longer.
-STALL_SECONDS = 30.0
-STALL_STEPS = 10.0
 REPORTED = "tokens_per_s"  # metric in every report of a generator
 # Events.
 REPLAY = "replay"
@@ -64,10 +60,7 @@ class SessionState:
     store_errors: Mapping[str, str]  # generators that are up -> why they cannot read new weights
 
     def activity(self, newest_row: Mapping[str, object]) -> Activity:
-        """What a running trainer does; "waiting" if no generator is up.
-
-        `newest_row` is the newest row of metrics.jsonl, or {}.
-        """
+        """What a running trainer does; `newest_row` is that of metrics.jsonl, or {}."""
         if self.is_replaying:
             return "replaying"
         if self.is_evaluating:
@@ -85,7 +78,7 @@ class SessionState:
             return f"{', '.join(sorted(self.left))} left"
         seconds = now - self.active_since
         reason = f"no generator has joined in {format_duration(seconds)}"
-        return reason if seconds > STALL_SECONDS else ""
+        return reason if seconds > stall_limit(0.0) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +100,7 @@ class RunState:
         return seconds / total if total else math.nan
 
     def growth(self, key: str) -> float:
-        """Increase of a cumulative count over the rows, of which there must be one.
-
-        A restart of the trainer may reset the count; the result is then too small, or 0.
-        """
+        """Increase of a cumulative count over the rows; too small if a restart has reset it."""
         return max(0.0, number(self.rows[-1], key, 0.0) - number(self.rows[0], key, 0.0))
 
     @property
@@ -169,7 +159,7 @@ def membership(events: Rows) -> tuple[dict[str, float], dict[str, float]]:
 
 def stall_limit(step_seconds: float) -> float:
     """Seconds without a step after which a run counts as stalled."""
-    return max(STALL_SECONDS, STALL_STEPS * step_seconds)
+    return max(30.0, 10.0 * step_seconds)
 
 
 def seconds_left(rows: Rows, steps_left: float) -> float:
@@ -207,7 +197,7 @@ def newest_session(events: Rows) -> SessionState:
     kinds = [event.get("event") for event in session]
     is_over = any(kind in SESSION_ENDS for kind in kinds)
     errors = [event for event in session if event.get("event") in (STORE_ERROR, "join")]
-    reasons = {str(each.get("generator")): str(each.get("reason", "")) for each in errors}
+    reasons = {str(error.get("generator")): str(error.get("reason", "")) for error in errors}
     return SessionState(
         start=start,
         active_since=number(evaluations[-1], "time") if evaluations else start,
@@ -222,9 +212,8 @@ def newest_session(events: Rows) -> SessionState:
 
 
 def _recent(trained: Rows, events: Rows) -> Rows:
-    """The newest WINDOW rows, without first steps of sessions, which include the start.
-
-    Those are kept if fewer than MIN_ROWS rows would remain.
+    """The newest WINDOW rows; without first steps of sessions, which include the start, if at
+    least MIN_ROWS rows remain.
     """
     starts = [event for event in events if event.get("event") in SESSION_STARTS]
     first_steps = {number(event, "step") + 1 for event in starts}

@@ -29,16 +29,11 @@ from peralta_zmq.observe.verdict import Level, Verdict
 
 Item = TypeVar("Item")
 
-PROGRESS_DELAY = 2.0  # seconds; shorter operations show no progress
-# Seconds between two updates of a progress text: redrawn in place, or printed as a new line.
-REDRAW_SECONDS = 0.2
-LINE_SECONDS = 10.0
 WAIT_LOG_SECONDS = 60.0  # between two log lines of one wait
-# Columns that a narrow terminal lacks, the first one first; "" = bar of the reward.
-DROPPED = ("", "generators", "queue", "staleness", "no signal", "wait", "rollouts/s")
-BAR_WIDTH = 10
+BAR = ""  # column with the reward as a bar
+# Columns that a narrow terminal lacks, the first one first.
+DROPPED = (BAR, "generators", "queue", "staleness", "no signal", "wait", "rollouts/s")
 COLORS: dict[Level, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
-VERSIONS = ("package", "python", "torch", "transformers")  # fields of a generator's info
 logger = logging.getLogger(__name__)
 
 
@@ -100,9 +95,7 @@ class Terminal:
             self._print(text)
 
     def wait(self, text: str) -> None:
-        """Show a wait: on a terminal below the table until the next update, else one line a
-        minute.
-        """
+        """Show a wait: below the table until the next update, or off a terminal once a minute."""
         if self._live:
             self._show_progress(printable(text))
         elif (now := time.monotonic()) - self._waited_at >= WAIT_LOG_SECONDS:
@@ -116,7 +109,9 @@ class Terminal:
         """Show one row of metrics.jsonl, and the verdict; a repeated verdict gets no line."""
         self._rows.append(row)
         if not self._live:
-            self._print(self._step_line(row))
+            cells = {**_cells(row), "eta": self._eta()}
+            cells["step"] += f"/{self._max_steps}"
+            self._print(" ".join(f"{name.replace(' ', '_')}={cells[name]}" for name in cells))
         self._show_verdict(verdict, number(row, "time", 0.0))
 
     def stall(self, verdict: Verdict, *, now: float) -> None:
@@ -168,15 +163,6 @@ class Terminal:
             with open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._stream.fileno())
 
-    def _step_line(self, row: Row) -> str:
-        cells = {
-            "step": f"{number(row, 'step'):.0f}/{self._max_steps}",
-            "reward": format_number(number(row, "reward"), ".2f"),
-            **_cells(row),
-            "eta": self._eta(),
-        }
-        return " ".join(f"{name.replace(' ', '_')}={cell}" for name, cell in cells.items())
-
     def _table(self, live: Live | CellDisplay) -> Table:
         step = number(self._rows[-1], "step")
         share = f"{step / self._max_steps:.0%}"
@@ -185,21 +171,19 @@ class Terminal:
         # 9 lines: title, rules, header, a verdict of up to three lines, and a spare one.
         num_rows = max(1, min(12, live.console.height - 9))
         bar = "\N{FULL BLOCK}" if live.console.encoding.startswith("utf") else "#"
-        lines: list[dict[str, str]] = []
-        for row in list(self._rows)[-num_rows:]:
-            reward = number(row, "reward")
-            cells = {"step": f"{number(row, 'step'):.0f}", "reward": format_number(reward, ".2f")}
-            cells[""] = bar * round(BAR_WIDTH * min(1.0, max(0.0, reward)))
-            lines.append({**cells, **_cells(row)})
+        rows = list(self._rows)[-num_rows:]
+        lines = list(map(_cells, rows))
         widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]}
-        widths[""] = BAR_WIDTH
+        widths = {"step": widths.pop("step"), "reward": widths.pop("reward"), BAR: 10, **widths}
         for name in DROPPED:  # a column has two spaces and a border
             if sum(widths.values()) + 3 * len(widths) >= live.console.width:
                 del widths[name]
         for name, width in widths.items():
-            justify, style = ("right", None) if name else ("left", "green")
+            justify = "left" if name == BAR else "right"
+            style = "green" if name == BAR else None
             table.add_column(name, justify=justify, style=style, no_wrap=True, width=width)
-        for line in lines:
+        for row, line in zip(rows, lines, strict=True):
+            line[BAR] = bar * round(10 * min(1.0, max(0.0, number(row, "reward"))))
             table.add_row(*(line[name] for name in widths))
         return table
 
@@ -209,34 +193,42 @@ class Terminal:
 
 
 class Progress:
-    """Progress with ETA for operations longer than two seconds. Use with `with`.
+    """Progress with ETA for operations longer than `delay` seconds. Use with `with`.
 
     `show` is called with each new text. With `in_place`, it replaces the previous text, and an
-    empty text clears the display.
+    empty text clears the display; else it is a line of its own, every `line_seconds`.
     """
 
     def __init__(
-        self, description: str, total: int, show: Callable[[str], None], *, in_place: bool
+        self,
+        description: str,
+        total: int,
+        show: Callable[[str], object],
+        *,
+        in_place: bool,
+        delay: float = 2.0,
+        line_seconds: float = 10.0,
     ) -> None:
         self._description = description
         self._total = total
         self._show = show
         self._in_place = in_place
+        self._interval = 0.2 if in_place else line_seconds
         self._start = time.monotonic()
-        self._next_update = self._start + PROGRESS_DELAY
+        self._next_update = self._start + delay
 
     def update(self, done: int) -> None:
         now = time.monotonic()
         if now < self._next_update or done >= self._total:
             return
-        self._next_update = now + (REDRAW_SECONDS if self._in_place else LINE_SECONDS)
+        self._next_update = now + self._interval
         seconds = (now - self._start) / max(1, done) * (self._total - done)
         eta = f", {format_duration(seconds)} left" if done else ""
         share = 100 * done // self._total
         self._show(f"{self._description}: {done} of {self._total} ({share}%){eta}")
 
     def hide(self) -> None:
-        """Remove a text drawn in place, so that something else can be printed."""
+        """Clear the display, so that something else can be printed."""
         if self._in_place:
             self._show("")
 
@@ -248,16 +240,9 @@ class Progress:
 
 
 def progress_on_stderr(description: str, total: int) -> Progress:
-    in_place = sys.stderr.isatty()
-
-    def show(text: str) -> None:
-        if in_place:
-            _rewrite_line(text)
-        else:
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
-
-    return Progress(description, total, show, in_place=in_place)
+    if sys.stderr.isatty():
+        return Progress(description, total, _rewrite_line, in_place=True)
+    return Progress(description, total, lambda text: sys.stderr.write(f"{text}\n"), in_place=False)
 
 
 def _rewrite_line(text: str) -> None:
@@ -316,9 +301,8 @@ def track(description: str, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mapping[str, str]) -> str:
-    """Describe a generator: device, threads, versions other than the trainer's.
+    """For example 'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
 
-    For example 'generator jetson: cuda:0 float16, threads: 6; torch 2.6.0 (trainer: 2.13.0)'.
     `info` comes from another machine and may lack fields.
     """
     device = " ".join(info[key] for key in ("device", "dtype") if key in info) or "device unknown"
@@ -326,7 +310,7 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
     differences = [
         f"{'peralta_zmq' if key == 'package' else key} {info[key]} "
         f"(trainer: {trainer.get(key, 'unknown')})"
-        for key in VERSIONS
+        for key in ("package", "python", "torch", "transformers")
         if key in info and info[key] != trainer.get(key)
     ]
     comparison = ", ".join(differences) or "same versions as the trainer"
@@ -334,9 +318,12 @@ def worker_info_text(generator: str, info: Mapping[str, str], *, trainer: Mappin
 
 
 def _cells(row: Row) -> dict[str, str]:
+    """The columns of a row, in their order."""
     seconds = number(row, "step_time")
     rollouts_per_s = number(row, "num_rollouts") / seconds if seconds > 0 else math.nan
     return {
+        "step": f"{number(row, 'step'):.0f}",
+        "reward": format_number(number(row, "reward"), ".2f"),
         "no signal": format_number(number(row, "frac_reward_zero_std"), ".0%"),
         "staleness": format_number(number(row, "staleness/mean"), ".1f"),
         "queue": format_number(number(row, "queue/depth"), ".0f"),

@@ -33,20 +33,17 @@ from peralta_zmq.rollout import CUT_OFF
 # tracker -> imported package
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
 SAMPLES = "samples"  # name of the texts in each tracker
-COLUMNS = ("step", "problem", "reward", "advantage", "prompt", "completion")  # of their table
-MAX_PENDING_ROWS = 1000  # in the queue of a tracker; more rows mean that the tracker hangs
-CLOSE_SECONDS = 20.0  # maximum wait for a tracker at the end of a run
-Numbers: TypeAlias = dict[str, float]
+COLUMNS = ("step", "problem", "reward", "advantage", "prompt", "completion")  # of a sample
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedStep:
     step: int
-    numbers: Numbers  # by name
+    numbers: Mapping[str, float]  # by name
     time: float  # unix seconds; NaN = now
     samples: Sequence[tuple[object, ...]] = ()
-    """One row for each rollout of a group, with the values of COLUMNS."""
+    """One row with the values of COLUMNS for each rollout of a group."""
     histograms: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
 
@@ -88,7 +85,10 @@ def open_trackers(
 
 
 class Tracker:
-    """Thread that logs rows with one package until the first failure. Use with `with`."""
+    """Thread that logs rows with one package until the first failure. Use with `with`.
+
+    More than `max_pending_rows`, or more than `close_seconds` at the end, mean that it hangs.
+    """
 
     def __init__(
         self,
@@ -96,13 +96,14 @@ class Tracker:
         open_tracker: OpenTracker,
         *,
         interval: int = 1,
-        close_seconds: float = CLOSE_SECONDS,
+        close_seconds: float = 20.0,
+        max_pending_rows: int = 1000,
     ) -> None:
         self._name = name
         self._close_seconds = close_seconds
         self._open = open_tracker
         self._interval = interval
-        self._rows: queue.Queue[TrackedStep | None] = queue.Queue(MAX_PENDING_ROWS)
+        self._rows: queue.Queue[TrackedStep | None] = queue.Queue(max_pending_rows)
         self._failed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
 
@@ -136,7 +137,7 @@ class Tracker:
             if not self._failed.is_set():
                 self._rows.put_nowait(row)
         except queue.Full:
-            self._fail(f"{MAX_PENDING_ROWS} rows are pending")
+            self._fail(f"{self._rows.maxsize} rows are pending")
 
     def _run(self) -> None:
         try:
@@ -166,7 +167,6 @@ class Tracker:
 
 
 def _table_of(step: int, sample: Mapping[str, Any]) -> list[tuple[object, ...]]:
-    """One row with the values of COLUMNS for each rollout in a row of samples.jsonl."""
     prompt = sample["prompt"]
     rewards = sample["rewards"]
     advantages = sample["advantages"] or [0.0] * len(rewards)  # none for a group without signal

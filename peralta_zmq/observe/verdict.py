@@ -16,7 +16,6 @@ from typing import Literal, TypeAlias
 from rich.filesize import decimal
 
 from peralta_zmq.errors import program_name
-from peralta_zmq.observe.event_log import MINUTE
 from peralta_zmq.observe.metrics import finite_mean, format_rate, generator_numbers, number
 from peralta_zmq.observe.run_state import (
     MIN_ROWS,
@@ -31,22 +30,6 @@ from peralta_zmq.observe.run_state import (
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
-# Thresholds of the findings.
-WAITING = 0.25  # share of time that the trainer or a generator waits
-BLOCKING = 0.15  # share of the trainer's time spent on publishing, or on the journal
-DROPPED_GROUPS = 0.10  # share of groups that were dropped as stale, or whose reward failed
-NO_SIGNAL = 0.8  # share of groups with equal rewards
-MOVED = 0.5  # share of the masters' move that is published; less is reported
-# The policy diverges: its mismatch_kl was at most CALM in the first step of a
-# generator, with the same engine and dtype, and is above UNSTEADY in two recent steps, or above
-# DIVERGED in one; and the norm of the gradient or the entropy has grown, or the reward has fallen.
-CALM = 0.025
-UNSTEADY = 0.1
-DIVERGED = 0.3
-RECENT = 5  # newest steps with a mismatch_kl that count
-ALL_TRUNCATED = 0.9  # share of completions that are cut off at their limit
-SOLVED = 0.9  # mean reward, at least
-HOPELESS = 0.1  # mean reward, at most
 FORK = "in a new run, which may continue (run.fork, run.from_step) from a step that is kept"
 START_GENERATOR = f"start one: {program_name('generator')} @ CONFIG"
 
@@ -62,11 +45,33 @@ class Verdict:
         return f"{self.sentence}; {self.advice}" if self.advice else self.sentence
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Thresholds of the findings."""
+
+    waiting: float = 0.25  # share of time that the trainer or a generator waits
+    blocking: float = 0.15  # share of the trainer's time spent on publishing, or on the journal
+    dropped: float = 0.10  # share of groups that were dropped as stale, or whose reward failed
+    no_signal: float = 0.8  # share of groups with equal rewards
+    moved: float = 0.5  # share of the masters' move that is published; less is reported
+    # The policy diverges: its mismatch_kl was `calm` in the first step of a generator, with the
+    # same engine and dtype, and is above `unsteady` in two of the `recent` steps, or above
+    # `diverged` in one; and gradient norm or entropy have grown, or the reward has fallen.
+    calm: float = 0.025
+    unsteady: float = 0.1
+    diverged: float = 0.3
+    recent: int = 5
+    truncated: float = 0.9  # share of completions that are cut off at their limit
+    solved: float = 0.9  # mean reward, at least
+    hopeless: float = 0.1  # mean reward, at most
+
+
+LIMITS = Limits()
 REPLAYING = Verdict("replaying the journal of the earlier session", "", "ok")
 
 
 def verdict(rows: Rows, events: Rows = (), *, now: float | None = None) -> Verdict:
-    """The verdict on the newest WINDOW (20) rows of metrics.jsonl, and events.jsonl, oldest first.
+    """The verdict on the newest rows of metrics.jsonl and events.jsonl, oldest first.
 
     Pass `now` (unix seconds) if the trainer should be running: a run that takes no more steps is
     then reported as stalled.
@@ -108,7 +113,6 @@ def _before_first_step(state: RunState, now: float | None) -> Verdict:
 
 
 def _unreadable_weights(state: RunState) -> Iterator[Verdict]:
-    """Report a generator that cannot read new weights, which is not a matter of its speed."""
     for name, reason in sorted(state.session.store_errors.items()):
         advice = f"{program_name('doctor')} on that machine checks the folder"
         yield Verdict(f"{name} cannot read new weights: {reason}", advice, "bad")
@@ -131,7 +135,7 @@ def _stalled(state: RunState) -> Iterator[Verdict]:
 
 
 def _current_activity(state: RunState) -> Iterator[Verdict]:
-    """Report what a resumed trainer does before its first step; other findings are of the past."""
+    """What a resumed trainer does before its first step; later findings are of the past."""
     session = state.session
     if session.is_replaying:
         yield REPLAYING
@@ -155,9 +159,8 @@ def _gone(state: RunState) -> Iterator[Verdict]:
 
 
 def _learning_rate(state: RunState) -> Iterator[Verdict]:
-    """Report a policy that diverges (see CALM)."""
     # If updates are lost in rounding, the trainer's weights differ from the published ones anyway.
-    if len(state.trained) < MIN_ROWS or number(state.rows[-1], "weights/moved", 1.0) < MOVED:
+    if len(state.trained) < MIN_ROWS or number(state.rows[-1], "weights/moved", 1.0) < LIMITS.moved:
         return
     session = state.session
     mismatches = [generator_numbers(row, "mismatch_kl") for row in state.trained]
@@ -169,11 +172,15 @@ def _learning_rate(state: RunState) -> Iterator[Verdict]:
             for mismatch, row in zip(mismatches, state.trained, strict=True)
             if math.isfinite(mismatch.get(name, math.nan)) and number(row, "time", since) >= since
         ]
-        recent = [value for value, _ in values[1:]][-RECENT:]
-        is_unsteady = sum(value > UNSTEADY for value in recent) >= 2
-        if not recent or values[0][0] > CALM or not (is_unsteady or max(recent) > DIVERGED):
+        recent = [value for value, _ in values[1:]][-LIMITS.recent :]
+        is_unsteady = sum(value > LIMITS.unsteady for value in recent) >= 2
+        if (
+            not recent
+            or values[0][0] > LIMITS.calm
+            or not (is_unsteady or max(recent) > LIMITS.diverged)
+        ):
             continue
-        if changes := list(_divergence(values[0][1], state.trained[-RECENT:])):
+        if changes := list(_divergence(values[0][1], state.trained[-LIMITS.recent :])):
             rise = f"mismatch_kl from {values[0][0]:.2g} to {max(recent):.2g}"
             rate = max(number(row, "learning_rate", 0.0) for row in state.trained)
             yield Verdict(
@@ -188,13 +195,13 @@ def _learning_rate(state: RunState) -> Iterator[Verdict]:
 
 
 def _collapse(state: RunState) -> Iterator[Verdict]:
-    """Report a divergence before these rows: without any signal, rows have no mismatch_kl."""
+    """A divergence before these rows: without any signal, rows have no mismatch_kl."""
     start = state.session.start
     for event in state.events:
         initial = number(event, "initial_kl")
         mismatch = number(event, "mismatch_kl")
         is_past = number(event, "time") < start or event.get("event") != "mismatch"
-        if not is_past and initial <= CALM and _equal_groups(state)[0] == 1.0:
+        if not is_past and initial <= LIMITS.calm and _equal_groups(state)[0] == 1.0:
             yield Verdict(
                 f"the learning rate was too high: mismatch_kl rose from {initial:.2g} to "
                 f"{mismatch:.2g} until step {number(event, 'step'):.0f}, and all groups have equal "
@@ -229,7 +236,7 @@ def _truncation(state: RunState) -> Iterator[Verdict]:
     if mean("mean_turns") > 1.0:
         longer += " or task.max_turns"
     limit = f"at their limit, after {mean('mean_length'):.0f} tokens on average"
-    if share >= ALL_TRUNCATED and (ends := mean("special_token_ratio")) >= 0.1:
+    if share >= LIMITS.truncated and (ends := mean("special_token_ratio")) >= 0.1:
         yield Verdict(
             f"the end token never comes: {share:.0%} of completions are cut off {limit}, and "
             f"{ends:.0%} go on after a special token that should have ended them",
@@ -245,7 +252,7 @@ def _truncation(state: RunState) -> Iterator[Verdict]:
             "bad",
         )
     else:
-        is_useless = share >= ALL_TRUNCATED and _equal_groups(state)[0] >= NO_SIGNAL
+        is_useless = share >= LIMITS.truncated and _equal_groups(state)[0] >= LIMITS.no_signal
         yield Verdict(
             f"{share:.0%} of completions are cut off {limit}",
             f"{longer}, or ask for shorter answers in data.system_prompt",
@@ -254,7 +261,6 @@ def _truncation(state: RunState) -> Iterator[Verdict]:
 
 
 def _equal_reward(state: RunState) -> Iterator[Verdict]:
-    """Report a reward that is the same for all completions of all recent steps."""
     rows = state.rows
     first = state.trained[0]
     share = _equal_groups(state)[0]
@@ -273,7 +279,9 @@ def _equal_reward(state: RunState) -> Iterator[Verdict]:
             "bad",
         )
     elif (
-        rewards[0] >= SOLVED and number(first, "step") == 1.0 and number(first, "reward") >= SOLVED
+        rewards[0] >= LIMITS.solved
+        and number(first, "step") == 1.0
+        and number(first, "reward") >= LIMITS.solved
     ):
         yield Verdict(
             f"the reward is always given: {every}",
@@ -285,24 +293,24 @@ def _equal_reward(state: RunState) -> Iterator[Verdict]:
 
 def _no_signal(state: RunState) -> Iterator[Verdict]:
     share, reward = _equal_groups(state)
-    if share < NO_SIGNAL or _is_solved(state):
+    if share < LIMITS.no_signal or _is_solved(state):
         return
     sentence = f"{share:.0%} of groups have equal rewards, mean reward {reward:.2f}"
     advice = "raise sampling.temperature or sampling.num_generations"
-    if reward <= HOPELESS:
+    if reward <= LIMITS.hopeless:
         advice = (
             "check the reward function; if it is right, use easier problems or raise "
             "sampling.num_generations"
         )
     is_late = len(state.rows) >= WINDOW or state.session.is_complete
-    is_bad = is_late and (share == 1.0 or reward <= HOPELESS)
+    is_bad = is_late and (share == 1.0 or reward <= LIMITS.hopeless)
     amount = "no" if is_bad and share == 1.0 else "little"
     yield Verdict(f"{amount} learning signal: {sentence}", advice, "bad" if is_bad else "warn")
 
 
 def _rounding(state: RunState) -> Iterator[Verdict]:
     moved = number(state.rows[-1], "weights/moved")
-    if len(state.rows) < MIN_ROWS or not moved < MOVED:  # also without the metric: NaN
+    if len(state.rows) < MIN_ROWS or not moved < LIMITS.moved:  # also without the metric: NaN
         return
     mismatch = median(number(row, "mismatch_kl", 0.0) for row in state.rows)
     cause = ""
@@ -328,7 +336,7 @@ def _solved(state: RunState) -> Iterator[Verdict]:
 
 def _is_solved(state: RunState) -> bool:
     share, reward = _equal_groups(state)
-    return share >= NO_SIGNAL and reward >= SOLVED
+    return share >= LIMITS.no_signal and reward >= LIMITS.solved
 
 
 def _equal_groups(state: RunState) -> tuple[float, float]:
@@ -342,16 +350,16 @@ def _dropped_groups(state: RunState) -> Iterator[Verdict]:
     failed = {stats.name: state.growth(f"gen/{stats.name}/unscored") for stats in state.generators}
     num_failed = sum(failed.values())
     num_stale = state.growth("dropped/stale")
-    if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= DROPPED_GROUPS:
+    if (share := num_failed / max(1.0, num_failed + state.num_groups)) >= LIMITS.dropped:
         yield Verdict(
             f"{share:.0%} of groups got no reward, most of them on "
             f"{max(failed, key=failed.__getitem__)}",
             "check its log: the reward function fails or exceeds task.reward_timeout",
         )
-    if (share := num_stale / max(1.0, num_stale + state.num_groups)) >= DROPPED_GROUPS:
+    if (share := num_stale / max(1.0, num_stale + state.num_groups)) >= LIMITS.dropped:
         senders = Counter[str]()
         # A minute earlier: a generator has one line per minute, further drops are only counted.
-        since = number(state.rows[0], "time") - MINUTE
+        since = number(state.rows[0], "time") - 60.0
         for event in state.events:
             is_stale = (event.get("event"), event.get("outcome")) == ("drop", "stale")
             if is_stale and number(event, "time") >= since:
@@ -377,7 +385,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
             f"{steps:.0f} steps or {seconds:.0f} s old",
             f"check its link to weights.dir with {program_name('doctor')} on that machine",
         )
-    if (share := state.share("time/publish")) >= BLOCKING:
+    if (share := state.share("time/publish")) >= LIMITS.blocking:
         yield Verdict(
             f"publishing blocks the trainer {share:.0%} of its time",
             "put weights.dir on a faster disk, or raise train.batch_size for fewer versions",
@@ -392,7 +400,7 @@ def _weights(state: RunState) -> Iterator[Verdict]:
             "raise weights.interval or weights.max_mbit_per_s, or use a faster weights.dir",
         )
     slowest = max(state.generators, key=lambda generator: generator.reload_seconds, default=None)
-    if slowest and slowest.reload_seconds >= max(0.1, WAITING * state.step_seconds):
+    if slowest and slowest.reload_seconds >= max(0.1, LIMITS.waiting * state.step_seconds):
         yield Verdict(
             f"{slowest.name} takes {slowest.reload_seconds:.1f} s to load new weights, a step "
             f"takes {_seconds(state.step_seconds)}",
@@ -405,7 +413,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _journal(state: RunState) -> Iterator[Verdict]:
-    if (share := state.share("time/journal")) >= BLOCKING:
+    if (share := state.share("time/journal")) >= LIMITS.blocking:
         yield Verdict(
             f"the disk of run.dir is saturated: the journal takes {share:.0%} of the "
             "trainer's time",
@@ -423,7 +431,7 @@ def _complete(state: RunState) -> Iterator[Verdict]:
 
 
 def _balance(state: RunState) -> Iterator[Verdict]:
-    """Report whether the trainer or the generators wait; yield at least one Verdict."""
+    """Whether the trainer or the generators wait; yields at least one Verdict."""
     if len(state.rows) < MIN_ROWS:
         yield Verdict("too few steps to name a bottleneck", "", "ok")
         return
@@ -432,24 +440,24 @@ def _balance(state: RunState) -> Iterator[Verdict]:
     queue = finite_mean((stats.queue for stats in state.generators), default=0.0)
     trainer = f"{state.waiting:.0%}"
     generators = f"{blocked:.0%}"
-    if state.waiting >= WAITING and queue >= WAITING:
+    if state.waiting >= LIMITS.waiting and queue >= LIMITS.waiting:
         yield Verdict(
             f"the link to the trainer is saturated: generators are blocked {queue:.0%} of "
             f"their time by a full send queue, the trainer waits {trainer} for rollouts",
             "use a faster network",
         )
-    elif state.waiting >= WAITING and blocked >= WAITING:
+    elif state.waiting >= LIMITS.waiting and blocked >= LIMITS.waiting:
         yield Verdict(
             f"trainer and generators alternate: the trainer waits {trainer} of its time for "
             f"rollouts, generators {generators} for the trainer",
             "raise train.max_async_level",
         )
-    elif state.waiting >= WAITING:
+    elif state.waiting >= LIMITS.waiting:
         advice = "add a generator on another machine, or raise engine.slots"
         yield Verdict(
             f"the trainer waits {trainer} of its time for rollouts{_slow_generator(state)}", advice
         )
-    elif blocked >= WAITING:
+    elif blocked >= LIMITS.waiting:
         worst = max(state.generators, key=lambda generator: generator.blocked)
         yield Verdict(
             f"the trainer is the bottleneck: {worst.name} is blocked {worst.blocked:.0%} of "
@@ -467,13 +475,13 @@ def _balance(state: RunState) -> Iterator[Verdict]:
 
 
 def _one_blocked(state: RunState) -> Iterator[Verdict]:
-    """Report a single blocked generator, which the mean of all would not show."""
+    """A single blocked generator, which the mean of all would not show."""
     worst = max(state.generators, key=lambda generator: generator.blocked, default=None)
     if worst is None or len(state.generators) < 2 or worst.blocked < 0.5:
         return
     blocked = (stats.blocked for stats in state.generators if stats is not worst)
     others = finite_mean(blocked, default=0.0)
-    if others < WAITING:
+    if others < LIMITS.waiting:
         yield Verdict(
             f"only {worst.name} is blocked, {worst.blocked:.0%} of its time "
             f"{_cause(worst)}, the others {others:.0%}; the trainer waits "
@@ -485,7 +493,7 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
 
 
 def _slow_generator(state: RunState) -> str:
-    """Describe the slowest generator; empty unless it is much slower than the median."""
+    """The slowest generator, as text; empty unless it is much slower than the median."""
     slowest = min(state.generators, key=lambda generator: generator.speed, default=None)
     if not slowest or slowest.speed >= 0.5 * median(stats.speed for stats in state.generators):
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,8 @@ def test_slow_loading_shows_progress(
     config = load_config("bin/x", [])
     with closing(open_environments(config, "eval")):
         assert capsys.readouterr().err == ""  # done within two seconds
-    monkeypatch.setattr(terminal, "PROGRESS_DELAY", 0.0)
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    at_once = partial(terminal.Progress, delay=0.0, line_seconds=0.0)
+    monkeypatch.setattr(terminal, "Progress", at_once)
     with closing(open_environments(config, "eval")):
         lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "loading calculator: 0 of 250 (0%)"

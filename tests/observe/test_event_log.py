@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.observe import event_log
-from peralta_zmq.observe.event_log import LIMITS, MINUTE, EventLog
+from peralta_zmq.observe.event_log import LIMITS, EventLog
 from peralta_zmq.observe.metrics import EVENTS, JsonLines, Row, read_rows
 
 
@@ -40,9 +40,9 @@ def test_repeated_drop_is_one_line_a_minute_with_a_count(
         assert not any(drop(events, "ann", number) for number in range(1, 1000))
         assert drop(events, "bob", 0) and drop(events, "ann", 0, outcome="invalid")
         assert len(written(tmp_path, "drop")) == 3
-        wait(MINUTE)
+        wait(60.0)
         assert not drop(events, "ann", 1000)  # the line of this minute has the count
-        wait(MINUTE)
+        wait(60.0)
         events.flush()
         assert not drop(events, "ann", 1001)
         assert list(events.newest) == read_rows(tmp_path / EVENTS)
@@ -65,7 +65,7 @@ def test_names_above_the_limit_share_one_count(
 ) -> None:
     with JsonLines(tmp_path / EVENTS) as file, EventLog(file, [], max_counts=3) as events:
         assert [drop(events, f"g{number}", 0) for number in range(6)] == [True] * 4 + [False] * 2
-        wait(MINUTE)
+        wait(60.0)
         events.flush()
     assert written(tmp_path, "drop")[-1]["count"] == 2
 
@@ -77,7 +77,7 @@ def test_events_without_a_generator_are_limited_per_minute(
     with JsonLines(tmp_path / EVENTS) as file, EventLog(file, []) as events:
         num_written = sum(events.append(event, step=number) for number in range(1000))
         assert num_written == len(written(tmp_path, event)) == LIMITS[event]
-        wait(MINUTE)
+        wait(60.0)
         events.flush()
     assert written(tmp_path, event)[-1]["count"] == 1000 - num_written
 

@@ -127,7 +127,7 @@ def test_hanging_tracker_blocks_neither_steps_nor_close(caplog: pytest.LogCaptur
     track(hanging, [{"step": 1, "reward": 0.5}], close_seconds=0.1)
     assert caplog.messages == ["no more metrics for recording: not closed within 0 s"]
     caplog.clear()
-    num_rows = trackers.MAX_PENDING_ROWS + 5
+    num_rows = 1005
     many = [{"step": step, "reward": 0.5} for step in range(1, num_rows)]
     track(hanging, many, close_seconds=0.1)
     release.set()

@@ -26,7 +26,6 @@ Json: TypeAlias = dict[str, Any]
 EVAL_KEYS = ("eval", "eval/low", "eval/high")
 # Sums since the begin of the run, for the x axis: seconds of all steps, tokens of all batches.
 TOTALS = {"total/seconds": "step_time", "total/tokens": "num_tokens"}
-MAX_COLUMNS = 2000  # limits the memory if many generators with different names join
 
 # Title, unit and lines of each chart; the comment in charts.toml explains the fields.
 CHARTS: list[Json] = read_toml(Path(__file__).with_name("charts.toml"))["charts"]
@@ -47,9 +46,11 @@ class Table:
 
     A step that was trained again after a roll-back replaces its old row and all later rows;
     `rewinds` counts this. `own` has the columns that only custom losses and filters report.
+    `max_columns` limits the memory if many generators with different names join.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_columns: int = 2000) -> None:
+        self._max_columns = max_columns
         self.steps = array("d")
         self.columns: dict[str, array[float]] = {}
         self.own: list[str] = []
@@ -68,15 +69,15 @@ class Table:
             self._rewind(step)
         num_earlier = len(self.steps)
         self.steps.append(step)
-        # `derived` is first, to get its columns before MAX_COLUMNS is reached, and last, so that it
-        # overrides metrics of the same name.
+        # `derived` is first, to get its columns before there are `max_columns`, and last, so that
+        # it overrides metrics of the same name.
         derived = derived_numbers(numbers)
         for total, key in TOTALS.items():
             earlier = self.columns[total][-1] if num_earlier else 0.0
             derived[total] = earlier + max(0.0, numbers.get(key, 0.0))
         for key, value in {**derived, **numbers, **derived}.items():
             column = self.columns.get(key)
-            if math.isnan(value) or (column is None and len(self.columns) >= MAX_COLUMNS):
+            if math.isnan(value) or (column is None and len(self.columns) >= self._max_columns):
                 continue
             if column is None:
                 column = self.columns[key] = array("d")
@@ -154,10 +155,8 @@ def charts_of(table: Table) -> list[Json]:
 def points(
     chart: Json, table: Table, evaluations: Mapping[float, Evaluation], *, after: int
 ) -> Json:
-    """A chart of `charts_of` with `x`, the steps from row `after` on, and `columns`.
-
-    The last lines are TOTALS. Long columns are downsampled. A chart with the lines EVAL_KEYS has
-    all `evaluations` (by step), also those before `after`.
+    """A chart of `charts_of` with `x`, the steps from row `after` on, and `columns`, of which long
+    ones are downsampled. The last lines are TOTALS; EVAL_KEYS have all `evaluations`, by step.
     """
     all_lines = _lines(chart, table)
     lines = [line for line in all_lines if evaluations or line["key"] not in EVAL_KEYS]

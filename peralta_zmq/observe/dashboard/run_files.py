@@ -1,7 +1,6 @@
 """Incremental reading of a run folder, and the status of the run.
 
-The trainer that writes the files may be on another machine, and may replace them when a run is
-started again.
+The trainer may be on another machine, and replaces the files when a run is started again.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ from peralta_zmq.observe.metrics import (
 from peralta_zmq.observe.run_state import newest_session, stall_limit
 
 CONFIG = "config.toml"
-NUM_EVENTS = 400  # newest events kept
 FREQUENT_EVENTS = ("publish", "drop")  # kept separately, so that they do not displace other events
-BLOCK = 4 << 20  # bytes of one read; a longer line is skipped
 # Bytes that are read from the end of a file; earlier rows of a longer file are ignored.
 MAX_BYTES = {
     **{METRICS: 512 << 20, EVALUATIONS: 512 << 20, EVENTS: 16 << 20},
@@ -44,7 +41,6 @@ MAX_BYTES = {
 # Statuses of a run whose trainer ended regularly, and of a run without a known running trainer.
 ENDED = {"finished", "stopped"}
 NOT_RUNNING = {*ENDED, "crashed", "silent"}
-REFRESH_SECONDS = 0.8  # time limit of one refresh(); the next call continues
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -61,12 +57,8 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (METRICS, EVENTS, CONFIG))
 
 
-def open_runs(folders: Sequence[Path], *, live: bool = False) -> list[RunFiles]:
-    return [RunFiles(*run, live=live) for run in zip(folders, _names(folders), strict=True)]
-
-
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Names of run folders; paths relative to a common parent if two names are equal."""
+    """Names of folders; paths relative to a common parent if two names are equal."""
     paths = [folder.resolve() for folder in folders]
     names = [path.name for path in paths]
     if len(set(names)) < len(set(paths)):
@@ -78,11 +70,12 @@ def _names(folders: Sequence[Path]) -> list[str]:
 class RunList:
     """The runs in `folders`: run folders, or folders to which run folders may be added.
 
-    `runs` only grows, so that the number of a run stays the same.
+    `runs` only grows, so that the number of a run stays the same. With `live`, this process is the
+    trainer of the runs in `folders`.
     """
 
     def __init__(self, folders: Sequence[Path], *, live: bool = False) -> None:
-        self.runs: list[RunFiles] = open_runs(folders, live=True) if live else []
+        self.runs = [RunFiles(folder, live=True) for folder in folders if live]
         self._folders = () if live else folders
         self.find()
 
@@ -94,21 +87,21 @@ class RunList:
             for run, name in zip(self.runs, _names([run.folder for run in self.runs]), strict=True):
                 run.name = name
 
-    def refresh(self) -> None:
-        """Read added lines of all runs for about REFRESH_SECONDS; the next call continues."""
-        deadline = time.monotonic() + REFRESH_SECONDS
+    def refresh(self, *, seconds: float = 0.8) -> None:
+        """Read added lines of all runs for about `seconds`; the next call continues."""
+        deadline = time.monotonic() + seconds
         for run in self.runs:
-            if (seconds := deadline - time.monotonic()) > 0.0:
-                run.refresh(seconds=seconds)
+            if (remaining := deadline - time.monotonic()) > 0.0:
+                run.refresh(seconds=remaining)
 
 
 class RunFiles:
     """Contents of a run folder; `live` is True if this process is the trainer of the run."""
 
-    def __init__(self, folder: Path, name: str = "", *, live: bool = False) -> None:
+    def __init__(self, folder: Path, *, live: bool = False) -> None:
         self.folder = folder
         self.live = live
-        self.name = name or folder.resolve().name
+        self.name = folder.resolve().name
         self._num_resets = 0
         self._reset()
 
@@ -117,14 +110,14 @@ class RunFiles:
         self.table = Table()
         self.rows: deque[Row] = deque(maxlen=64)
         self.evaluations: dict[float, Evaluation] = {}  # on held-out problems, by step
-        self.events: deque[Row] = deque(maxlen=NUM_EVENTS)
-        self.frequent_events: deque[Row] = deque(maxlen=NUM_EVENTS)
+        self.events: deque[Row] = deque(maxlen=400)
+        self.frequent_events: deque[Row] = deque(maxlen=400)
         self.samples = RowIndex(self.folder / SAMPLES, self._tails[SAMPLES])
         self.answers = RowIndex(self.folder / ANSWERS, self._tails[ANSWERS])
 
     @property
     def generation(self) -> str:
-        """Text that changes when data already sent to a browser becomes invalid."""
+        """Text that changes when data that a browser has becomes invalid."""
         first = f"{self.table.value('step', 0)}-{self.table.value('time', 0)}"
         return f"{first}-{self._num_resets}-{self.table.rewinds}"
 
@@ -145,7 +138,7 @@ class RunFiles:
         times = [number(row, "time") for row in newest]
         return max((time for time in times if math.isfinite(time)), default=math.nan)
 
-    def refresh(self, *, seconds: float = REFRESH_SECONDS) -> None:
+    def refresh(self, *, seconds: float = 0.8) -> None:
         """Read added lines for about `seconds`; all files from the start if one was replaced."""
         deadline = time.monotonic() + seconds
         if any(tail.is_replaced() for tail in self._tails.values()):
@@ -219,11 +212,15 @@ def status_of(run: RunFiles, *, now: float) -> str:
 
 
 class Tail:
-    """Reader of a growing JSON-lines file that returns each complete line once."""
+    """Reader of a growing JSON-lines file that returns each complete line once.
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    The first read starts at most `max_bytes` before the end.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, *, block_bytes: int = 4 << 20) -> None:
         self._path = path
         self._max_bytes = max_bytes
+        self._block_bytes = block_bytes
         self._inode = -1
         self._offset = 0
         self.pending = 1  # bytes left for the next read(); 0 once the end was reached
@@ -241,7 +238,7 @@ class Tail:
         return metrics.parse_rows(self.read_lines()[1])
 
     def read_lines(self) -> tuple[int, bytes]:
-        """The next complete lines, of at most BLOCK bytes, and their position."""
+        """The next complete lines, of at most `block_bytes`, and their position."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -249,15 +246,15 @@ class Tail:
                     self._inode = stat.st_ino
                     self._offset = max(0, stat.st_size - self._max_bytes)
                 file.seek(self._offset)
-                block = file.read(BLOCK)
+                block = file.read(self._block_bytes)
         except OSError:  # does not exist yet, or a network share is unavailable
             self.pending = 0
             return 0, b""
-        is_full = len(block) == BLOCK
+        is_full = len(block) == self._block_bytes
         start = self._offset
         complete = block.rfind(b"\n") + 1  # size of the complete lines
-        # A full block without a newline is part of a line longer than BLOCK, which is skipped.
-        self._offset += BLOCK if is_full and not complete else complete
+        # A full block without a newline is part of a longer line, which is skipped.
+        self._offset += len(block) if is_full and not complete else complete
         self.pending = max(0, stat.st_size - self._offset) if is_full else 0
         return start, block[:complete]
 

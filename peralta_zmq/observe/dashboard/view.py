@@ -29,7 +29,7 @@ from peralta_zmq.observe.dashboard.run_files import (
     ENDED,
     NOT_RUNNING,
     RunFiles,
-    open_runs,
+    RunList,
     status_of,
 )
 from peralta_zmq.observe.metrics import (
@@ -97,7 +97,7 @@ def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
     """Write the dashboard of the runs in `folders` to one HTML file, atomically."""
-    replace_file(path, report(open_runs(folders)).encode())
+    replace_file(path, report(RunList(folders).runs).encode())
     return path
 
 

@@ -9,7 +9,7 @@ import pytest
 from synthetic_runs import append, group, make_run, read_run
 
 from peralta_zmq.observe.dashboard import view
-from peralta_zmq.observe.dashboard.run_files import RunFiles, RunList, Tail, open_runs
+from peralta_zmq.observe.dashboard.run_files import RunFiles, RunList, Tail
 from peralta_zmq.observe.metrics import Row
 
 
@@ -65,13 +65,15 @@ def test_replaced_file_is_read_again(tmp_path: Path, name: str) -> None:
     assert view.update(run, cursor=cursor, now=0.0)["reset"]
 
 
-def test_open_runs_makes_equal_names_unique(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / where / "demo", num_steps=1) for where in ("a", "b")]
-    assert [run.name for run in open_runs(folders)] == ["a/demo", "b/demo"]
+def test_runs_with_equal_names_get_unique_ones(tmp_path: Path) -> None:
+    def names(*folders: Path) -> list[str]:
+        return [run.name for run in RunList(folders).runs]
+
+    first, second = (make_run(tmp_path / where / "demo", num_steps=1) for where in ("a", "b"))
+    assert names(first, second) == ["a/demo", "b/demo"]
     deeper = make_run(tmp_path / "c" / "a" / "demo", num_steps=1)
-    assert [run.name for run in open_runs([folders[0], deeper])] == ["a/demo", "c/a/demo"]
-    assert [run.name for run in open_runs([folders[0], tmp_path / "b"])] == ["demo", "b"]
-    assert [run.name for run in open_runs([folders[0], folders[0]])] == ["demo", "demo"]
+    assert names(first, deeper) == ["a/demo", "c/a/demo"]
+    assert names(first, first) == ["demo"]
 
 
 def test_folder_of_runs_has_those_that_are_started_later(tmp_path: Path) -> None:
