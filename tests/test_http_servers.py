@@ -156,7 +156,7 @@ def test_connection_that_reads_no_response_is_closed(serve: Serve, stack: ExitSt
 
 
 def test_slow_body_of_a_request_is_not_waited_for(serve: Serve, stack: ExitStack) -> None:
-    for kind, path in (("chats", "/v1/chat/completions"), ("verifier", "/verify_answer")):
+    for kind, path in (("chats", "/v1/chat/completions"), ("verifier", "/score")):
         client = socket.create_connection(("127.0.0.1", serve(kind, idle_seconds=0.5)), 20)
         stack.enter_context(closing(client)).sendall(
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -214,7 +214,7 @@ DEPTHS = pytest.mark.parametrize("depth", [102, 500, 900, 1000, 5000, 200_000])
 @pytest.mark.parametrize(
     ("kind", "path", "field"),
     [
-        ("verifier", "/verify_answer", "completion"),
+        ("verifier", "/score", "completions"),
         ("verifier", "/reply", "messages"),
         ("chats", "/v1/chat/completions", "messages"),
         ("chats", "/v1/chat/completions", "model"),
@@ -252,8 +252,17 @@ def test_deeply_nested_response_is_refused(depth: int, respond: Callable[[bytes]
     [
         {"row": float("inf")},
         {"input_token_ids": [2**31]},
-        {"messages": [["user", "\ud800", "", []]]},
-        {"messages": [["user", "", "", [["add", {"a": "\udfff"}]]]]},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": "",
+                    "tool_calls": [{"name": "add", "arguments": {"a": "\udfff"}}],
+                }
+            ]
+        },
+        {"messages": []},
         {"tools": [1]},
         {"problems": {"a": 1}},
     ],
@@ -262,7 +271,8 @@ def test_deeply_nested_response_is_refused(depth: int, respond: Callable[[bytes]
 def test_problems_that_no_verifier_sends_are_refused(
     changes: dict[str, Any], respond: Callable[[bytes], int]
 ) -> None:
-    row = {"id": "x", "messages": [["user", "?", "", []]], "input_token_ids": [], "row": 0}
+    messages = [{"role": "user", "content": "?"}]
+    row = {"id": "x", "messages": messages, "input_token_ids": [], "row": 0}
     response = {"digest": "d", "has_turns": False, "tools": [], "problems": [row | changes]}
     response |= {name: value for name, value in changes.items() if name in response}
     port = respond(json.dumps(response).encode())
@@ -279,6 +289,6 @@ def test_response_that_is_not_http_is_a_failed_request(respond: Callable[[bytes]
 
 
 def test_lone_surrogate_in_a_reply_is_refused(respond: Callable[[bytes], int]) -> None:
-    environment = remote_at(respond(b'{"messages": [["user", "\\ud800", ""]]}'))
+    environment = remote_at(respond(b'{"messages": [{"role": "user", "content": "\\ud800"}]}'))
     with pytest.raises(RewardError, match="unexpected response"):
-        environment.reply(PROBLEM, PROBLEM.messages).result()
+        environment.reply(PROBLEM, PROBLEM.messages * 2).result()

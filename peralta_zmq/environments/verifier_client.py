@@ -46,15 +46,9 @@ class ProblemsResponse(BaseModel):
     tools: list[dict[str, Any]]  # schemas
 
 
-class AnswerRequest(BaseModel):
-    env: str
-    problem: str  # id on the verifier
-    completion: str
-
-
 class ReplyRequest(BaseModel):
     env: str
-    problem: str
+    problem: str  # id on the verifier
     digest: str
     messages: list[Message] = Field(min_length=1)  # after the prompt
 
@@ -64,14 +58,13 @@ class ReplyResponse(BaseModel):
 
 
 class ScoreRequest(BaseModel):
-    """All lists have one entry per completion."""
-
     env: str
     problem: str
-    digest: str
+    digest: str | None = None  # None: the client has not got the problems from a verifier
     completions: list[str] = Field(min_length=1)
-    completion_ids: list[TokenIds]
-    completion_messages: list[list[Message]]  # after the prompt; empty for a single turn
+    # One entry per completion, or none. The messages are those after the prompt.
+    completion_ids: list[TokenIds] = []
+    completion_messages: list[list[Message]] = []
 
 
 class ScoreResponse(BaseModel):

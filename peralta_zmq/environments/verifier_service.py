@@ -1,12 +1,10 @@
 """HTTP service for the problems and rewards of environments (`bin/verifier`).
 
-    GET  /healthz        {"environments": {NAME: number of train problems}, "waiting", "workers"}
+    GET  /healthz  {"environments": {NAME: number of train problems}, "waiting", "workers"}
     GET  /problems?env=NAME&split=train|eval
-                         {"problems": [{"id", "messages", "input_token_ids"}], "digest",
-                          "has_turns", "tools": schemas}
-    POST /score          ScoreRequest -> {"scores": [{"reward", "rewards", "turn_rewards"}]}
-    POST /reply          ReplyRequest -> {"messages": those to insert; null ends the episode}
-    POST /verify_answer  AnswerRequest -> {"reward", "rewards", "turn_rewards"}
+                   ProblemsResponse
+    POST /score    ScoreRequest -> {"scores": [{"reward", "rewards", "turn_rewards"}]}
+    POST /reply    ReplyRequest -> {"messages": those to insert; null ends the episode}
 
 verifier_client.py has the forms. The answers to the problems stay on this machine. The digest
 identifies the problems of an environment with their answers, rewards and replies, so that a client
@@ -39,7 +37,6 @@ from peralta_zmq.build import dry_run, fitted_settings, open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments, ReplySource, RewardSource
 from peralta_zmq.environments.verifier_client import (
-    AnswerRequest,
     ProblemsResponse,
     ReplyRequest,
     ReplyResponse,
@@ -109,7 +106,6 @@ class Verifier:
             Route("/problems", self.problems),
             Route("/score", self.score, methods=["POST"]),
             Route("/reply", self.reply, methods=["POST"]),
-            Route("/verify_answer", self.verify_answer, methods=["POST"]),
         ]
         self._server = HttpServer(
             "verifier",
@@ -183,25 +179,20 @@ class Verifier:
     async def score(self, request: Request) -> Response:
         """The scores of completions."""
         form = await _read(request, ScoreRequest)
-        if not len(form.completions) == len(form.completion_ids) == len(form.completion_messages):
+        num_calls = len(form.completions)
+        ids = form.completion_ids or [[]] * num_calls
+        episodes = form.completion_messages or [[]] * num_calls
+        if not num_calls == len(ids) == len(episodes):
             raise HTTPException(400, "the lists of completions, ids and messages differ in length")
         environments, problem = self._find(form.env, form.problem, form.digest)
         source = environments.reward_sources[form.env]
-        episodes = form.completion_messages if any(form.completion_messages) else ()
+        turns = episodes if any(episodes) else ()
         scores = await self._result(
             source,
-            lambda: source.score(problem, form.completions, form.completion_ids, episodes),
-            num_calls=len(form.completions),
+            lambda: source.score(problem, form.completions, ids, turns),
+            num_calls=num_calls,
         )
         return _json({"scores": [score._asdict() for score in scores]})
-
-    async def verify_answer(self, request: Request) -> Response:
-        """The score of one completion."""
-        form = await _read(request, AnswerRequest)
-        environments, problem = self._find(form.env, form.problem, digest=None)
-        source = environments.reward_sources[form.env]
-        scores = await self._result(source, lambda: source.score(problem, [form.completion], [()]))
-        return _json(scores[0]._asdict())
 
     async def reply(self, request: Request) -> Response:
         """The messages that follow a completion, the last of the messages in the request."""

@@ -221,12 +221,12 @@ def score_body(**changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("path", "body", "status"), [
-    ("/verify_answer", b"", 400),
-    ("/verify_answer", b"[]", 400),
-    ("/verify_answer", b"[" * 10_000, 400),
-    ("/verify_answer", b'{"env": "calculator"}', 400),
-    ("/verify_answer", b'{"env": 1, "problem": "x", "completion": "x"}', 400),
-    ("/verify_answer", b'{"env": "calculator", "problem": "x", "completion": "x"}', 404),
+    ("/score", b"", 400),
+    ("/score", b"[]", 400),
+    ("/score", b"[" * 10_000, 400),
+    ("/score", b'{"env": "calculator"}', 400),
+    ("/score", score_body(env=1), 400),
+    ("/score", score_body(digest=None), 404),
     ("/score", score_body(completions="x"), 400),
     ("/score", score_body(completions=[], completion_ids=[]), 400),
     ("/score", score_body(completion_ids=[[5], [6]]), 400),
@@ -250,17 +250,17 @@ def test_invalid_request_is_refused(
 
 def test_large_request_is_refused_before_it_is_read(verifier: Verifier) -> None:
     with closing(http.client.HTTPConnection("127.0.0.1", verifier.port, timeout=10)) as connection:
-        connection.putrequest("POST", "/verify_answer")
+        connection.putrequest("POST", "/score")
         connection.putheader("Content-Length", str(MAX_REQUEST_BYTES + 1))
         connection.endheaders()
         assert connection.getresponse().status == 413
 
 
-def test_single_completion_is_scored_without_a_digest(verifier: Verifier) -> None:
+def test_completion_is_scored_without_digest_and_tokens(verifier: Verifier) -> None:
     problem = next(remote(verifier).problems("eval", 0))
-    body = {"env": "calculator", "problem": problem.answer, "completion": "no sum"}
-    response = request(verifier.port, "POST", "/verify_answer", json.dumps(body).encode())
-    assert response == (200, {"reward": 0.0, "rewards": {}, "turn_rewards": []})
+    body = {"env": "calculator", "problem": problem.answer, "completions": ["no sum"]}
+    response = request(verifier.port, "POST", "/score", json.dumps(body).encode())
+    assert response == (200, {"scores": [{"reward": 0.0, "rewards": {}, "turn_rewards": []}]})
 
 
 def test_health_lists_environments_and_queue(verifier: Verifier) -> None:
