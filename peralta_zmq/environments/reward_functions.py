@@ -21,27 +21,23 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 from peralta_zmq.errors import RewardError, described
 from peralta_zmq.rollout import MAX_REWARD, Message, Problem, Score
 from peralta_zmq.signatures import Signature
 
-# What a function returns for one completion: a dict holds named terms, whose sum is the reward;
-# None = the function does not apply.
+# For one completion; None = the function does not apply.
 Reward: TypeAlias = "float | dict[str, float] | Score | None"
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A reward function with its options as keyword arguments.
-
-    The running time of a bounded function is limited by its own code. Any other is called by reward
-    workers, which import it by its module and name.
-    """
+    """A reward function with its options as keyword arguments."""
 
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # Its own code limits its running time. Any other is imported and called by reward workers.
     is_bounded: bool = False
     takes_group: bool = False  # TRL's signature
     label: str = ""  # in metrics
@@ -86,15 +82,11 @@ class RewardCall:
     texts: tuple[str, ...]
     token_ids: tuple[Sequence[int], ...] = ()
     messages: tuple[Sequence[Message], ...] = ()
+    reports_timeout: ClassVar[bool] = False  # see ReplyCall
 
     @property
     def names(self) -> tuple[str]:
         return (self.name,)
-
-    @property
-    def reports_timeout(self) -> bool:
-        """Whether the result may say that time is up; see ReplyCall."""
-        return False
 
     @property
     def num_completions(self) -> int:
@@ -109,7 +101,7 @@ class RewardCall:
         return result
 
     def start(self, function: Callable[..., Any]) -> Any:
-        """Call the function with this name; returns its result, or a coroutine."""
+        """Call the function; returns its result, or a coroutine."""
         if self.takes_group:
             available = group_arguments(self.problem, self.texts, self.token_ids, self.messages)
         else:
@@ -147,12 +139,12 @@ async def async_outcome(call: Any, *functions: Callable[..., Any]) -> Any:
 
 
 def num_completions(messages: Sequence[Message]) -> int:
-    """Number of completions of an episode, whose messages after the prompt are given."""
+    """Number of completions among the messages of an episode after the prompt."""
     return sum(message.role == "assistant" for message in messages)
 
 
 def is_group_function(function: Callable[..., Any]) -> bool:
-    """Whether a function has TRL's signature: a parameter `completions` or `completion_ids`."""
+    """Whether a function has TRL's signature."""
     return bool({"completions", "completion_ids"} & {*Signature(function).names})
 
 
@@ -171,8 +163,7 @@ def group_arguments(
     """The arguments of a function with TRL's signature: lists with one entry per completion.
 
     Prompts and completions are lists of messages, as TRL passes them for conversational data, or
-    texts for the text of a row. With several turns, a completion has the messages of all turns. The
-    columns are the fields of the problem, and the entries of its `info`, which come first.
+    texts for the text of a row. With several turns, a completion has the messages of all turns.
     """
     prompt: object = problem.question if problem.is_text else _as_dicts(problem.messages)
     if problem.is_text and not messages:
@@ -202,10 +193,10 @@ def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
 def score_of(
     problem: Problem, functions: Sequence[RewardFunction], rewards: Sequence[Reward]
 ) -> Score:
-    """The score of a completion from the rewards that the functions gave it.
+    """The weighted sum of the rewards of a completion, with the unweighted ones as its parts.
 
-    The weighted sum is the reward, the unweighted rewards are its parts; the terms of a single
-    function keep their names. Raises RewardError if no function applies, or if a sum is too large.
+    The terms of a single function keep their names. Raises RewardError if no function applies, or
+    if a sum is too large.
     """
     totals = {
         function.label: (function.weight, _total(reward))
@@ -232,12 +223,10 @@ def score_of(
                 f"beyond {MAX_REWARD:g}; lower task.reward_weights"
             )
     parts: Mapping[str, float] = {label: each for label, (_, each) in totals.items() if label}
-    if len(functions) == 1:
-        (reward,) = rewards
-        if isinstance(reward, dict):
-            parts = reward
-        elif isinstance(reward, Score):
-            parts = reward.rewards
+    if len(functions) == 1 and isinstance(rewards[0], dict):
+        parts = rewards[0]
+    elif len(functions) == 1 and isinstance(rewards[0], Score):
+        parts = rewards[0].rewards
     return Score(total, parts, turn_rewards)
 
 
@@ -248,7 +237,7 @@ def _total(reward: float | dict[str, float] | Score) -> float:
 
 
 def checked_reward(result: object, *, num_turns: int = 0) -> float | dict[str, float] | Score:
-    """The result of a reward function for one completion as a reward.
+    """The result of a reward function for one completion, with floats.
 
     Raises ValueError unless the result, or each named term, is a number and their sum is within
     MAX_REWARD. The rewards of turns in a Score must be `num_turns` numbers, or none.

@@ -2,8 +2,8 @@
 
 Any idle worker takes the next call. A call that takes too long ends its worker. Coroutine functions
 share one worker, which awaits many calls at the same time; a call that blocks its event loop ends
-this worker and all of its calls. An event loop in a background thread exchanges messages with the
-workers. It never blocks: a worker that does not read is a call that takes too long.
+all of them. An event loop in a background thread exchanges messages with the workers. It never
+blocks: a worker that does not read is a call that takes too long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -24,7 +24,6 @@ from typing import Any, TypeVar, cast
 from peralta_zmq.environments import reward_worker
 from peralta_zmq.environments.reward_functions import (
     Reward,
-    RewardCall,
     RewardFunction,
     outcome,
     score_of,
@@ -37,7 +36,6 @@ from peralta_zmq.imports import FOLDER_LAST
 from peralta_zmq.rollout import Message, Problem, Score
 
 PROGRAM = f"{FOLDER_LAST}; from {reward_worker.__name__} import main; main(*sys.argv[1:])"
-START_TIMEOUT_SECONDS = 120.0  # for importing a reward function
 ENDED = "was ended"  # start of the reply to the other calls of a process that is killed
 
 Result = TypeVar("Result")
@@ -61,8 +59,8 @@ class RewardPool:
         grace_seconds: float = 5.0,  # for a worker that awaits calls, to report a timeout itself
     ) -> None:
         self.num_workers = num_workers
+        self.timeout_seconds = timeout_seconds
         self._queue_limit = queue_limit
-        self._timeout = timeout_seconds
         ordinary = [
             _Worker(timeout_seconds, grace_seconds, awaits=False) for _ in range(num_workers)
         ]
@@ -74,34 +72,20 @@ class RewardPool:
         self._loop = None
 
     def submit(
-        self, calls: Sequence[RewardCall], combine: Callable[[list[list[Reward]]], list[Score]]
-    ) -> Future[list[Score]]:
+        self, calls: Sequence[WorkerCall], combine: Callable[[list[Any]], Result]
+    ) -> Future[Result]:
         """Make calls; the future has what `combine` returns for their results, in order.
 
         If a call or `combine` fails, the future has a RewardError; a TaskError if a function cannot
         be imported. Cancelling the future removes its waiting calls.
         """
-        return self._run(calls, self._call_all(calls, combine))
-
-    def reply(self, turns: Turns, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        """The messages that follow a completion, the last of `messages`; None ends the episode.
-
-        If the completion calls tools, the messages are their results. Errors are as for `submit`.
-        """
-        call = turns.call(problem, messages, tool_seconds=self._timeout)
-        if call is None:
-            return _finished(None)
-        return self._run([call], self._call(call))
-
-    def _run(
-        self, calls: Sequence[WorkerCall], results: Coroutine[Any, Any, Result]
-    ) -> Future[Result]:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
                 self._thread.start()
         self._count(calls, 1)
+        results = self._call_all(calls, combine)
         future = asyncio.run_coroutine_threadsafe(results, self._loop)
         # Unlike the coroutine, which may be cancelled before it starts, this always runs.
         future.add_done_callback(lambda _: self._count(calls, -1))
@@ -133,13 +117,10 @@ class RewardPool:
             for call in calls:
                 self._workers(call.is_async).num_unfinished += sign * call.num_completions
 
-    async def _call(self, call: WorkerCall) -> Any:
-        return await self._workers(call.is_async).call(call)
-
     async def _call_all(
-        self, calls: Sequence[RewardCall], combine: Callable[[list[list[Reward]]], list[Score]]
-    ) -> list[Score]:
-        tasks = [asyncio.ensure_future(self._call(call)) for call in calls]
+        self, calls: Sequence[WorkerCall], combine: Callable[[list[Any]], Result]
+    ) -> Result:
+        tasks = [asyncio.ensure_future(self._workers(call.is_async).call(call)) for call in calls]
         try:
             return combine(await asyncio.gather(*tasks))
         finally:
@@ -160,7 +141,8 @@ class _Workers:
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self.workers = workers
-        self.num_unfinished = self._num_running = 0  # completions
+        self.num_unfinished = 0  # completions
+        self._num_running = 0
         self._idle: asyncio.Queue[_Worker] | None = None
 
     @property
@@ -188,7 +170,7 @@ class _Workers:
 
 
 class _Worker:
-    """A worker process, which is started when it is needed and replaced after it has ended."""
+    """A worker process, which starts with its next call if it has ended."""
 
     def __init__(self, timeout_seconds: float, grace_seconds: float, *, awaits: bool) -> None:
         self._grace = grace_seconds
@@ -205,7 +187,7 @@ class _Worker:
             if self._process is None:
                 await self._start()
             for name in set(call.names) - self._loaded:
-                reply = await self._exchange(name, START_TIMEOUT_SECONDS)
+                reply = await self._exchange(name, timeout_seconds=120.0)
                 _check_ended(name, reply)
                 if reply != reward_worker.READY:
                     raise TaskError(f"reward function {name} did not start: its worker {reply}")
@@ -309,28 +291,27 @@ class LocalRewards:
         token_ids: Sequence[Sequence[int]],
         messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
-        calls = [each.calls(problem, texts, token_ids, messages) for each in self._functions]
-        pooled: list[RewardCall] = []
-        rewards: dict[int, list[Reward]] = {}  # of bounded functions, by number
+        calls = [
+            (function, call)
+            for function in self._functions
+            for call in function.calls(problem, texts, token_ids, messages)
+        ]
+        pooled = [call for function, call in calls if not function.is_bounded]
 
         def combine(results: Sequence[list[Reward]]) -> list[Score]:
             remaining = iter(results)
-            for number, of_function in enumerate(calls):
-                if number not in rewards:
-                    rewards[number] = [each for _ in of_function for each in next(remaining)]
-            columns = [rewards[number] for number in range(len(calls))]
-            rows = zip(*columns, strict=True)
+            columns: dict[str, list[Reward]] = {}  # rewards of all completions by function
+            for (function, _), rewards in zip(calls, bounded, strict=True):
+                column = columns.setdefault(function.label, [])
+                column += next(remaining) if rewards is None else rewards
+            rows = zip(*columns.values(), strict=True)
             return [score_of(problem, self._functions, row) for row in rows]
 
         try:
-            for number, function in enumerate(self._functions):
-                if function.is_bounded:
-                    results = [
-                        call.result_of(outcome(call, function.function)) for call in calls[number]
-                    ]
-                    rewards[number] = [each for result in results for each in result]
-                else:
-                    pooled += calls[number]
+            bounded = [
+                call.result_of(outcome(call, function.function)) if function.is_bounded else None
+                for function, call in calls
+            ]
             if pooled:
                 return self._pool.submit(pooled, combine)
             return _finished(combine([]))
@@ -359,7 +340,10 @@ class LocalReplies:
         return self._pool.has_room(is_async=self._turns.is_async)
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        return self._pool.reply(self._turns, problem, messages)
+        call = self._turns.call(problem, messages, tool_seconds=self._pool.timeout_seconds)
+        if call is None:
+            return _finished(None)
+        return self._pool.submit([call], lambda results: results[0])
 
 
 def _finished(result: Result | TaskError) -> Future[Result]:

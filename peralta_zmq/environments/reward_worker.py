@@ -26,18 +26,16 @@ from peralta_zmq.imports import import_object
 WorkerCall: TypeAlias = "RewardCall | ReplyCall"
 
 READY = "ready"  # reply to the name of a function that was imported
-HEADER_BYTES = 8
-NICENESS = 10  # rewards are computed in the CPU time that the sampling engine leaves
 
 
 def frame_of(number: int, content: object) -> bytes:
     pickled = pickle.dumps((number, content), pickle.HIGHEST_PROTOCOL)
-    return len(pickled).to_bytes(HEADER_BYTES, "big") + pickled
+    return len(pickled).to_bytes(8, "big") + pickled
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[int, Any]:
     """Number and content of the next frame. Raises EOFError or OSError at the end."""
-    length = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+    length = int.from_bytes(await reader.readexactly(8), "big")
     return pickle.loads(await reader.readexactly(length))
 
 
@@ -71,7 +69,7 @@ def _serve(connection: socket.socket) -> None:
     functions = _Functions()
     stream = connection.makefile("rwb")
     with suppress(EOFError, OSError, pickle.UnpicklingError):
-        while header := stream.read(HEADER_BYTES):
+        while header := stream.read(8):
             number, content = pickle.loads(stream.read(int.from_bytes(header, "big")))
             stream.write(frame_of(number, functions.call(content)))
             stream.flush()
@@ -103,9 +101,9 @@ def _exit_with_parent() -> None:
 
 
 def main(descriptor: str, timeout_seconds: str = "") -> None:
-    """Serve calls; `timeout_seconds` is given for coroutine functions only."""
+    """Serve calls. `timeout_seconds` is given for coroutine functions only."""
     prepare_streams()  # a reward function may print any text
-    os.nice(NICENESS)
+    os.nice(10)  # rewards are computed in the CPU time that the sampling engine leaves
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     connection = socket.socket(fileno=int(descriptor))
     if not timeout_seconds:

@@ -54,8 +54,7 @@ class Turns:
 def turns_of(task: object) -> Turns | None:
     """The functions for further turns of a task; None if it has only one turn.
 
-    Raises TaskError for a tool without schema, two tools of one name, tools that nothing executes,
-    and functions that a worker cannot import.
+    Raises TaskError for tools that cannot be used, and functions that a worker cannot import.
     """
     reply = getattr(task, "reply", None)
     tools = cast("Sequence[Callable[..., Any]]", getattr(task, "tools", ()))
@@ -82,7 +81,6 @@ def turns_of(task: object) -> Turns | None:
 
 
 def _import_name(function: Callable[..., Any]) -> str:
-    """MODULE:NAME of a function. Raises TaskError unless a module has it under this name."""
     name = getattr(function, "__qualname__", "<")
     if "<" in name:  # as in f.<locals>.g and <lambda>
         raise TaskError(
@@ -106,7 +104,7 @@ class ReplyCall:
 
     @property
     def reports_timeout(self) -> bool:
-        """Whether the result tells that time is up: a tool's process ends without its worker."""
+        """Whether the result may say that time is up: a tool ends without its worker."""
         return self.tool_seconds > 0
 
     def start(self, *functions: Callable[..., Any]) -> Any:
@@ -139,7 +137,7 @@ class ReplyCall:
 
 
 def _checked(result: object) -> Reply | str:
-    """The result of `reply` as plain messages, or text that says what is wrong with it."""
+    """The result of `reply` as plain messages, or what is wrong with it."""
     if result is None:
         return None
     if not isinstance(result, list) or not result:

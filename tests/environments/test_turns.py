@@ -93,7 +93,7 @@ def turns_with(task: ModuleType, *names: str) -> Turns:
 
 def reply(pool: RewardPool, turns: Turns, text: str) -> list[Message] | None:
     messages = [*PROBLEM.messages, Message("assistant", text)]
-    return pool.reply(turns, PROBLEM, messages).result()
+    return LocalReplies(turns, pool).reply(PROBLEM, messages).result()
 
 
 def call_of(name: str, **arguments: Any) -> str:
@@ -216,13 +216,13 @@ def test_orphans_of_a_tool_end_with_the_call(task: ModuleType, pool: RewardPool)
 
 HANGING_TOOL = """
 import sys, types, replying_task as task
-from peralta_zmq.environments.reward_pool import RewardPool
+from peralta_zmq.environments.reward_pool import LocalReplies, RewardPool
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.rollout import Message, Problem
 pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=60, queue_limit=4)
 turns = turns_of(types.SimpleNamespace(tools=[task.hang]))
 message = Message("assistant", '<tool_call>{"name": "hang"}</tool_call>')
-pool.reply(turns, Problem("7", "mine", (), ""), [message])
+LocalReplies(turns, pool).reply(Problem("7", "mine", (), ""), [message])
 sys.stdin.read()
 pool.close()
 """
