@@ -33,7 +33,6 @@ CLAUSE_END = re.compile(r"[.,;!?](?=\s|$)")
 # After and before a number that is only a part of a formula.
 CONTINUES = re.compile(r"\s*[*^+/]\s*[\d(]|\s*-\s*\d")
 FOLLOWS = re.compile(r"\S[ \t]*[-+*/^][ \t]*$")
-MAX_SEARCHED = 4000  # characters at the end of a completion
 
 
 def answer_match(completions: Completions, answer: Sequence[Any], **columns: Any) -> list[float]:
@@ -86,7 +85,7 @@ def is_empty(answer: str) -> bool:
 
 def _marked(text: str) -> str:
     """The content of the last mark of a final answer; empty if there is none."""
-    text = text[-MAX_SEARCHED:]
+    text = text[-4000:]  # the last characters of a long completion
     if box := math_answers.last_box(text):
         return box
     marks = [next(filter(None, match.groups()), "") for match in MARKED.finditer(text)]
@@ -99,7 +98,7 @@ def _final_value(clause: str, text: str) -> Fraction | None:
     In a marked answer the first one after the last equals sign, because units may follow; in a
     whole text the last one.
     """
-    plain = _plain(clause.rpartition("=")[2] if clause else text[-MAX_SEARCHED:])
+    plain = _plain(clause.rpartition("=")[2] if clause else text[-4000:])
     matches = list(QUANTITY.finditer(plain))
     if not matches:
         return None

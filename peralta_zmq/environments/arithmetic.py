@@ -9,14 +9,23 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-MAX_EXPRESSION_LENGTH = 256  # characters, without the whitespace around the expression
-MAX_NODES = 128  # numbers and operations
-MAX_DEPTH = 40  # of parentheses, and of operations inside operations
-MAX_MAGNITUDE = 10**15  # of every intermediate numerator and denominator
-MAX_EXPONENT = 64
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of an expression."""
+
+    length: int = 256  # characters, without the whitespace around it
+    nodes: int = 128  # numbers and operations
+    depth: int = 40  # parentheses, and operations, inside each other
+    magnitude: int = 10**15  # every intermediate numerator and denominator
+    exponent: int = 64
+
+
+LIMITS = Limits()
 CHARACTERS = frozenset("0123456789.+-*/%() \n\t")
 
 BINARY_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -42,8 +51,8 @@ def evaluate(text: str) -> Fraction:
     _check_text(source)
     try:
         tree = ast.parse(source, mode="eval").body
-        if sum(isinstance(node, ast.expr) for node in ast.walk(tree)) > MAX_NODES:
-            raise ValueError(f"more than {MAX_NODES} numbers and operations")
+        if sum(isinstance(node, ast.expr) for node in ast.walk(tree)) > LIMITS.nodes:
+            raise ValueError(f"more than {LIMITS.nodes} numbers and operations")
         return _value(tree, source.split("\n"), depth=1)
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
@@ -55,18 +64,18 @@ def _check_text(source: str) -> None:
     """Raise ValueError for text that is slow to parse or is not arithmetic."""
     if not source:
         raise ValueError("an empty text")
-    if len(source) > MAX_EXPRESSION_LENGTH:
-        raise ValueError(f"more than {MAX_EXPRESSION_LENGTH} characters")
+    if len(source) > LIMITS.length:
+        raise ValueError(f"more than {LIMITS.length} characters")
     if foreign := sorted(set(source) - CHARACTERS):
         raise ValueError(f"{foreign[0]!a} is not arithmetic")
-    if max(accumulate((char == "(") - (char == ")") for char in source)) > MAX_DEPTH:
-        raise ValueError(f"parentheses deeper than {MAX_DEPTH}")
+    if max(accumulate((char == "(") - (char == ")") for char in source)) > LIMITS.depth:
+        raise ValueError(f"parentheses deeper than {LIMITS.depth}")
 
 
 def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
     """The value of a node, checked against the bounds; `lines` is the source text."""
-    if depth > MAX_DEPTH:
-        raise ValueError(f"operations deeper than {MAX_DEPTH}")
+    if depth > LIMITS.depth:
+        raise ValueError(f"operations deeper than {LIMITS.depth}")
     match node:
         case ast.Constant():
             value = _literal(node, lines)
@@ -80,22 +89,22 @@ def _value(node: ast.expr, lines: list[str], *, depth: int) -> Fraction:
             value = BINARY_OPERATORS[type(node.op)](left, right)
         case _:
             raise ValueError("not arithmetic")
-    if max(abs(value.numerator), value.denominator) > MAX_MAGNITUDE:
-        raise ValueError(f"a number beyond {MAX_MAGNITUDE:.0e}")
+    if max(abs(value.numerator), value.denominator) > LIMITS.magnitude:
+        raise ValueError(f"a number beyond {LIMITS.magnitude:.0e}")
     return value
 
 
 def _literal(node: ast.Constant, lines: list[str]) -> Fraction:
-    """The exact value of a literal, read from the source: 0.1 is one tenth."""
+    """The exact value of a literal in the source: 0.1 is one tenth."""
     if type(node.value) not in (int, float):
         raise ValueError("not arithmetic")
     return Fraction(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """base ** exponent; its size, checked later, is at most MAX_EXPONENT times the base's."""
+    """base ** exponent, whose size the caller checks."""
     if exponent.denominator != 1:
         raise ValueError("an exponent that is not a whole number")
-    if abs(exponent) > MAX_EXPONENT:
-        raise ValueError(f"an exponent beyond {MAX_EXPONENT}")
+    if abs(exponent) > LIMITS.exponent:
+        raise ValueError(f"an exponent beyond {LIMITS.exponent}")
     return Fraction(base ** int(exponent))

@@ -14,20 +14,17 @@ from peralta_zmq.rollout import Message, Problem
 
 REWARD_IS_BOUNDED = True
 
-NUM_TRAIN = 1000
-NUM_EVAL = 100
-
 
 def problems(split: str, seed: int) -> Iterator[Problem]:
     """1000 problems for training and 100 others to evaluate; both splits are fixed."""
     numbers = random.Random(0)
     answers: dict[str, str] = {}  # by question
-    while len(answers) < NUM_TRAIN + NUM_EVAL:
+    while len(answers) < 1100:
         left = numbers.randint(100, 999)
         right = numbers.randint(100, 999)
         answers[f"What is {left} times {right}?"] = calculate(f"{left} * {right}")
     pairs = list(answers.items())
-    for question, answer in pairs[:NUM_EVAL] if split == "eval" else pairs[NUM_EVAL:]:
+    for question, answer in pairs[:100] if split == "eval" else pairs[100:]:
         message = Message("user", question)
         yield Problem(question, "calculator_tool", (message,), answer)
 

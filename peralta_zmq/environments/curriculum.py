@@ -1,15 +1,15 @@
 """Curriculum: order of problems, assignment to generators, difficulty pools.
 
-A sample is one draw of a problem; the sample index, counted through the whole run, determines the
-problem. The trainer divides the indices between the generators; without that, generator i of n
-draws i, i + n, i + 2n and so on. A position is the index of a problem in the train set, which
-concatenates all environments. A difficulty pool has problems too easy or too hard to learn from.
+The sample index, counted through the whole run, determines the problem of a sample. The trainer
+divides the indices between the generators; without that, generator i of n draws i, i + n, i + 2n
+and so on. A position is the index of a problem in the train set, all environments in a row.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from itertools import count as count_from
@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from peralta_zmq.errors import TaskError
 
 BLOCK_SIZE = 1000  # samples; each block has the configured ratios of the environments
-MAX_POSITIONS = 1 << 19  # of a train set; the trainer's bitmap of excluded problems has 64 KiB
+MAX_POSITIONS = 1 << 19  # the trainer's bitmap of excluded problems has 64 KiB
 
 Pool: TypeAlias = Literal["normal", "easy", "hard"]
 EXCLUDED_POOLS: tuple[Pool, ...] = ("easy", "hard")
@@ -40,9 +40,9 @@ def problem_order(num_problems: int, *, seed: int, epoch: int, name: str = "") -
 class ProblemSampler:
     """Maps the index of a sample to a position in the train set.
 
-    `ratios` (one per environment, not all 0) divide the samples of every block between the
-    environments, whose numbers of problems are `sizes`; without `ratios`, the whole train set is
-    shuffled together. Every epoch has a new order. Raises TaskError for an empty train set.
+    `ratios` (not all 0) divide the samples of every block between the environments, whose numbers
+    of problems are `sizes`; without them, the whole train set is shuffled together. Every epoch has
+    a new order. Raises TaskError for an empty train set.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class ProblemSampler:
         self._seed = seed
         self._sizes = tuple(sizes)
         self._starts = (0, *accumulate(sizes))  # first position of each environment, and the end
-        # Samples per block of each environment.
-        self._block_counts = apportion(ratios, BLOCK_SIZE) if ratios else None
+        self._block_counts = apportion(ratios, BLOCK_SIZE) if ratios else None  # by environment
 
     def position(self, sample_index: int) -> int:
         if self._block_counts is None:
@@ -158,10 +157,9 @@ class DifficultyPools:
         return bitmap(self._is_excluded) if self._excluded else b""
 
     def sizes(self) -> dict[Pool, int]:
-        pools = list(self._excluded.values())
-        easy = pools.count("easy")
-        hard = pools.count("hard")
-        return {"normal": len(self._positions) - easy - hard, "easy": easy, "hard": hard}
+        counts = Counter(self._excluded.values())
+        num_normal = len(self._positions) - len(self._excluded)
+        return {"normal": num_normal, "easy": counts["easy"], "hard": counts["hard"]}
 
     def update(self, problem_id: str, mean_reward: float) -> int:
         """Move a problem to the pool for the mean reward of its newest group.
@@ -170,15 +168,18 @@ class DifficultyPools:
         """
         if problem_id not in self:
             return 0
-        pool = self._pool_for_reward(mean_reward)
-        if pool != self._excluded.get(problem_id, "normal"):
-            self._move(problem_id, pool)
+        self._move(problem_id, self._pool_for_reward(mean_reward))
         if len(self._excluded) < len(self._positions):
             return 0
-        return self._move_to_normal(list(self._excluded))
+        for each in list(self._excluded):
+            self._move(each, "normal")
+        return len(self._positions)
 
     def saved(self) -> dict[str, list[str]]:
-        return {pool: self._ids_in(pool) for pool in EXCLUDED_POOLS}
+        return {
+            pool: sorted(key for key, excluded in self._excluded.items() if excluded == pool)
+            for pool in EXCLUDED_POOLS
+        }
 
     def restore(self, saved: Mapping[str, Sequence[str]]) -> None:
         """Restore the pools from `saved()`; ignores ids that are not in the data any more."""
@@ -186,9 +187,6 @@ class DifficultyPools:
             for problem_id in saved.get(pool, ()):
                 if problem_id in self._positions:
                     self._move(problem_id, pool)
-
-    def _ids_in(self, pool: Pool) -> list[str]:
-        return sorted(problem_id for problem_id, of_id in self._excluded.items() if of_id == pool)
 
     def _pool_for_reward(self, mean_reward: float) -> Pool:
         if self._easy_threshold is not None and mean_reward >= self._easy_threshold:
@@ -204,11 +202,6 @@ class DifficultyPools:
             self._excluded[problem_id] = pool
         self._is_excluded[self._positions[problem_id]] = pool != "normal"
 
-    def _move_to_normal(self, problem_ids: Sequence[str]) -> int:
-        for problem_id in problem_ids:
-            self._move(problem_id, "normal")
-        return len(problem_ids)
-
 
 def bitmap(values: ArrayLike) -> bytes:
     """One bit for each of the booleans [N]: value i is bit `i % 8` of byte `i // 8`."""
@@ -216,5 +209,5 @@ def bitmap(values: ArrayLike) -> bytes:
 
 
 def is_in_bitmap(bits: bytes, position: int) -> bool:
-    """Whether the bit of a position is 1 in a `bitmap`; False beyond the end."""
+    """Whether the bit of a position is 1; False beyond the end."""
     return position // 8 < len(bits) and bool(bits[position // 8] >> position % 8 & 1)

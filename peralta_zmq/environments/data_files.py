@@ -29,15 +29,14 @@ csv.field_size_limit((1 << 31) - 1)  # characters; a memory limit, 131,072 by de
 
 
 class Record(NamedTuple):
-    line_number: int  # of the row's first line in the file
+    line_number: int  # first line of the row in the file
     values: Mapping[str, Any]  # by column
     texts: Mapping[str, Any]  # the same with numbers as text, so that 0.1 stays exact
 
     def text(self, column: str) -> str:
         """The text or number of a column, or token ids separated by spaces.
 
-        Raises ValueError for another value, and for a lone surrogate such as the JSON escape
-        \\ud800.
+        Raises ValueError for another value, and for a lone surrogate.
         """
         value = self.texts[column]
         if column == TOKENS_COLUMN and isinstance(value, list):
@@ -53,7 +52,7 @@ class Record(NamedTuple):
 
 
 class DataRow(NamedTuple):
-    line_number: int  # of the row's first line in the file
+    line_number: int
     prompt: str  # empty if the row has no text as prompt
     token_ids: str  # numbers separated by spaces; empty if the row has none
     answer: str
@@ -64,9 +63,8 @@ class DataRow(NamedTuple):
 def read_rows(source: str, *, prompt_column: str, answer_column: str | None) -> list[DataRow]:
     """Read all rows of a data set, in file order; other columns are ignored.
 
-    `source` is the name of a shipped data set or a path. Every row needs an answer (unless
-    `answer_column` is None), and a prompt or `input_token_ids`: a list in JSONL, numbers separated
-    by spaces in CSV. Raises TaskError as `read_records`, and for a missing column.
+    `source` is the name of a shipped data set or a path. Every row needs an answer, unless
+    `answer_column` is None, and a prompt or `input_token_ids`. Raises TaskError.
     """
     records = read_records(source)
     try:
@@ -79,7 +77,7 @@ def read_rows(source: str, *, prompt_column: str, answer_column: str | None) -> 
 
 
 def read_records(source: str, split: str = "train") -> list[Record]:
-    """Read all records of a data set, in file order; `split` chooses one of a folder.
+    """Read all records of a data set, in file order; `split` is that of a folder.
 
     Raises TaskError for a file that is missing, empty or not UTF-8, or with a damaged record.
     """
@@ -143,7 +141,6 @@ def _suggestion(path: Path) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """The file as text without a byte order mark; newlines are not converted."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -154,7 +151,6 @@ def _read_text(path: Path) -> str:
 
 
 def _csv_records(text: str) -> Iterator[Record]:
-    """Yield each record, with texts only; blank lines are skipped, quoted text may span lines."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     number = 1
     header = list[str]()
@@ -198,7 +194,6 @@ def _json_records(text: str) -> Iterator[Record]:
 
 
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object with these keys and values; ValueError for a key that it has twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -208,10 +203,9 @@ def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole_number(digits: str) -> int | float:
-    """An integer; beyond the digits that Python converts, the nearest float."""
     try:
         return int(digits)
-    except ValueError:
+    except ValueError:  # more digits than Python converts
         return float(digits)
 
 
@@ -250,10 +244,8 @@ def _table_records(read: Callable[[], list[Any]]) -> Iterator[Record]:
 
 
 def row_of(record: Record, prompt_column: str, answer_column: str | None) -> DataRow:
-    """The row of a record, without the column `info`.
-
-    Raises ValueError for a missing column, and for a value that is neither text nor a number; the
-    prompt may be a list of messages.
+    """The row of a record, without the column `info`; ValueError for a column that is missing, or
+    neither text nor a number, nor messages as prompt.
     """
     number = record.line_number
     prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record.values]
@@ -283,7 +275,6 @@ def missing_column(record: Record, column: str, *, setting: str) -> ValueError:
 
 
 def _messages(chat: Sequence[Any], number: int) -> tuple[Message, ...]:
-    """The messages of a prompt: objects with role and content. Raises ValueError for others."""
     messages: list[Message] = []
     for message in chat:
         role, content = (message.get(key) if isinstance(message, dict) else None for key in MESSAGE)
@@ -303,7 +294,6 @@ def _messages(chat: Sequence[Any], number: int) -> tuple[Message, ...]:
 
 
 def _info(record: Record) -> Mapping[str, Any]:
-    """The object in the column `info`; empty for no value. Raises ValueError for another one."""
     value: object = record.values.get(INFO_COLUMN)
     if value is None or value == "":
         return {}

@@ -18,26 +18,21 @@ from peralta_zmq.errors import ConfigError, TaskError, choices_text
 from peralta_zmq.rollout import Completion, Message, Problem, Score
 from peralta_zmq.signatures import Signature, call_error
 
-MAX_TOKEN_ID = 2**31 - 1  # token ids are stored as int32
-
 Split: TypeAlias = Literal["train", "eval"]
 Parsed = TypeVar("Parsed")
 logger = logging.getLogger(__name__)
 
 
-# The environments of a run.
-
-
 class RewardSource(Protocol):
-    @property
-    def identity(self) -> str:
-        """Text that is equal for equal reward functions."""
-        ...
+    """Rewards of an environment: `identity` is equal for equal functions, `has_room` is False while
+    too many completions wait.
+    """
 
     @property
-    def has_room(self) -> bool:
-        """False while too many completions wait for their rewards."""
-        ...
+    def identity(self) -> str: ...
+
+    @property
+    def has_room(self) -> bool: ...
 
     def score(
         self,
@@ -58,14 +53,10 @@ class RewardSource(Protocol):
 
 class ReplySource(Protocol):
     @property
-    def identity(self) -> str:
-        """Text that is equal for equal functions."""
-        ...
+    def identity(self) -> str: ...
 
     @property
-    def has_room(self) -> bool:
-        """False while too many completions wait."""
-        ...
+    def has_room(self) -> bool: ...
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]: ...
@@ -86,12 +77,11 @@ class Environments:
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
     reward_sources: Mapping[str, RewardSource]  # by label, which is the `task` of its problems
     pool: RewardPool  # of the reward sources on this machine
-    # By label, of tasks with several turns.
+    # By label; only tasks with several turns have one.
     reply_sources: Mapping[str, ReplySource] = field(default_factory=dict[str, ReplySource])
 
     @property
     def has_room(self) -> bool:
-        """False while too many completions of an environment wait for rewards or replies."""
         sources = (*self.reward_sources.values(), *self.reply_sources.values())
         return all(source.has_room for source in sources)
 
@@ -137,12 +127,19 @@ def load_problems(
     options: Mapping[str, Any],
     wrap: Callable[[Iterator[Problem]], Iterator[Problem]] = iter,
 ) -> list[Problem]:
-    """All problems of a split, as returned by the function `problems` of a task.
+    """All problems that the function `problems` of a task returns; `wrap` may show the progress.
 
-    `wrap` may add a progress bar around the iterator. Raises ConfigError for an option that the
-    task does not have, and TaskError if the split is empty or has a message that is not text.
+    Raises ConfigError for an option that the task does not have, and TaskError if the split is
+    empty or has a message that is not text.
     """
-    _check_options(problems, split, seed, options)
+    signature = Signature(problems, 2)
+    for option in options:
+        if not signature.accepts(option):
+            raise unknown_option(
+                "options in [data] do not fit the task: it", option, signature.names
+            )
+    if error := call_error(problems, split, seed, **options):
+        raise ConfigError(f"options in [data] do not fit the task: {error}; correct them")
     loaded = list(wrap(problems(split, seed, **options)))
     if not loaded:
         raise TaskError(f"the task has no problems for '{split}'; choose a data set in [data]")
@@ -162,19 +159,6 @@ def _check_text(problem: Problem, split: str, row: int) -> None:
             ) from None
 
 
-def _check_options(
-    problems: Callable[..., object], split: str, seed: int, options: Mapping[str, Any]
-) -> None:
-    signature = Signature(problems, 2)
-    for option in options:
-        if not signature.accepts(option):
-            raise unknown_option(
-                "options in [data] do not fit the task: it", option, signature.names
-            )
-    if error := call_error(problems, split, seed, **options):
-        raise ConfigError(f"options in [data] do not fit the task: {error}; correct them")
-
-
 def unknown_option(owner: str, option: str, names: Sequence[str]) -> ConfigError:
     """The error for an option that `owner`, a task, does not have; `names` are its options."""
     choices = choices_text("its options are", option, names or ["none"])
@@ -187,9 +171,9 @@ def problem_id(values: Sequence[str]) -> str:
 
 
 def labeled_problem(problem: Problem, label: str) -> Problem:
-    """The problem with its environment's `label` as task, and an id by which equal ones are one.
+    """The problem with its environment's `label` as task, and an id that equal problems share.
 
-    Problems are equal if they have one prompt and one answer; without an answer, one id and `info`.
+    Equal ones have one prompt and one answer; without an answer, one id and `info`.
     """
     contents = [message.content for message in problem.messages if message.role != "system"]
     prompt = "\n".join(contents) or problem.question
@@ -212,13 +196,12 @@ def problems_from_files(
     """The function `problems` of a task whose problems are the rows of a file.
 
     `train`, `eval` and the columns are defaults of settings in [data]. `check` raises ValueError
-    for an unusable answer. A row with one, an empty prompt or invalid `input_token_ids` is skipped
-    and logged with its line number.
+    for an unusable answer, which `problems_of_rows` skips.
     """
 
     def problems(
         split: Split,
-        seed: int,  # unused here; a task that generates its problems needs it
+        seed: int,
         *,
         train: str = train,
         eval: str = eval,
@@ -226,7 +209,6 @@ def problems_from_files(
         answer_column: str = answer_column,
         system_prompt: str = "",
     ) -> Iterator[Problem]:
-        """Iterator over the problems of a split, with the number of unread rows as length hint."""
         source = train if split == "train" else eval
         rows = read_rows(source, prompt_column=prompt_column, answer_column=answer_column)
 
@@ -244,8 +226,8 @@ def problems_of_rows(
 ) -> Iterator[Problem]:
     """Iterator over the problems of rows, with the number of unread rows as length hint.
 
-    A row for which `problem_of` raises ValueError is skipped and logged at the end. Raises
-    TaskError at the end if no row was usable.
+    A row for which `problem_of` raises ValueError is skipped and logged at the end, or causes a
+    TaskError if no row is usable.
     """
     unread = iter(rows)
     return _RowProblems(_usable_problems(source, unread, problem_of), unread)
@@ -281,7 +263,7 @@ def _usable_problems(
     source: str, rows: Iterator[DataRow], problem_of: Callable[[DataRow], Problem]
 ) -> Iterator[Problem]:
     num_kept = 0
-    refused = list[str]()
+    refused: list[str] = []
     for row in rows:
         try:
             problem = problem_of(row)
@@ -298,15 +280,17 @@ def _usable_problems(
     for line in refused:
         logger.warning("event=row_refused source='%s' %s", source, line)
     if refused:
-        totals = f"refused={len(refused)} kept={num_kept}"
-        logger.warning("event=rows_refused source='%s' %s", source, totals)
+        logger.warning(
+            "event=rows_refused source='%s' refused=%d kept=%d", source, len(refused), num_kept
+        )
 
 
 def problem_of_row(row: DataRow, task: str, system_prompt: str) -> Problem:
     """The problem of a row; ValueError for an empty prompt or invalid token ids."""
     words = row.token_ids.split()
-    if not all(word.isascii() and word.isdigit() and int(word) <= MAX_TOKEN_ID for word in words):
-        raise ValueError(f"{TOKENS_COLUMN} must be integers from 0 to {MAX_TOKEN_ID}")
+    largest = 2**31 - 1  # token ids are stored as int32
+    if not all(word.isascii() and word.isdigit() and int(word) <= largest for word in words):
+        raise ValueError(f"{TOKENS_COLUMN} must be integers from 0 to {largest}")
     messages = row.messages or tuple(Message("user", text) for text in [row.prompt] if text)
     if not words and not any(message.content.strip() for message in messages):
         raise ValueError("the prompt is empty")

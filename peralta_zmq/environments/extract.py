@@ -9,8 +9,6 @@ from typing import Any, cast
 from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
 from peralta_zmq.rollout import Problem
 
-# The run time of `reward` is proportional to the length of the completion. Therefore `reward` is
-# called without a separate process and timeout.
 REWARD_IS_BOUNDED = True
 FIELDS = ("name", "age", "city")
 OBJECT = re.compile(r"\{[^{}]*\}")  # without objects inside

@@ -12,15 +12,13 @@ from peralta_zmq.rollout import Message, Problem
 
 REWARD_IS_BOUNDED = True
 
-NUM_EVAL = 100  # problems held out from training
-
 
 def problems(split: str, seed: int) -> Iterator[Problem]:
     """800 problems for training and 100 others to evaluate: tens, with a number in each."""
     numbers = random.Random(0)
     tens = [(low, low + numbers.randrange(10)) for low in range(1000, 10_000, 10)]
     numbers.shuffle(tens)
-    for low, number in tens[:NUM_EVAL] if split == "eval" else tens[NUM_EVAL:]:
+    for low, number in tens[:100] if split == "eval" else tens[100:]:
         message = Message("user", f"Guess a number from {low} to {low + 9}.")
         yield Problem(str(low), "guess_number", (message,), str(number))
 

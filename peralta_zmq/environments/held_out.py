@@ -1,8 +1,7 @@
 """Evaluation on held-out problems: assignment to generators, collected answers, avg@n, pass@k.
 
-An example is one held-out problem; a generator sends its answers as one group. The weights of one
-step are evaluated while the training continues; a generator that has newer weights by then
-evaluates those.
+An example is one held-out problem; a generator sends its answers as one group. It is sampled while
+the training continues, perhaps with newer weights than those of the step.
 """
 
 from __future__ import annotations
@@ -15,21 +14,18 @@ from statistics import fmean, stdev
 from peralta_zmq.environments.curriculum import bitmap
 from peralta_zmq.rollout import Answer, Problem
 
-PASSING_REWARD = 1.0  # smallest reward of a correct answer
-
 
 class Evaluation:
     """Collects the answers to the held-out examples for the weights of one step.
 
-    A group counts if it is the first for its example and has `rollouts_per_example[task]` answers.
+    An example needs one group of `rollouts_per_example[task]` answers.
     """
 
     def __init__(
         self, step: int, problems: Sequence[Problem], *, rollouts_per_example: Mapping[str, int]
     ) -> None:
         self.step = step
-        # Training step of the weights of each group; may be above `step` (see the module).
-        self.policy_steps: list[int] = []
+        self.policy_steps: list[int] = []  # of each group; may be above `step` (see the module)
         self._problems = problems
         # Number of answers by problem id. Problems with equal ids share one group.
         self._unanswered = {problem.id: rollouts_per_example[problem.task] for problem in problems}
@@ -59,7 +55,7 @@ class Evaluation:
 
     @property
     def answered(self) -> bytes:
-        """Bitmap with 1 for each answered example; see `curriculum.is_in_bitmap`."""
+        """Bitmap (see curriculum.py) with 1 for each answered example."""
         return bitmap([problem.id in self._answers for problem in self._problems])
 
     def answers(self) -> list[tuple[Problem, list[Answer]]]:
@@ -73,11 +69,10 @@ class Evaluation:
 def examples_for(
     num_examples: int, *, index: int, count: int, answered: Callable[[int], bool]
 ) -> Iterator[int]:
-    """Yield the positions of unanswered examples, for generator number `index` of `count`.
+    """The positions of the examples that are not yet `answered`, for generator `index` of `count`.
 
     First its own share, every `count`-th example from `index` on, then the others in descending
-    order, because their generators answer them in ascending order. `answered` is checked when an
-    example would be yielded.
+    order, because their generators answer them in ascending order.
     """
     own_share = range(index, num_examples, count)
     other_shares = (
@@ -89,8 +84,7 @@ def examples_for(
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k answers is correct.
 
-    1 - C(n - c, k) / C(n, k) for n answers of which c are correct: Chen et al. 2021, "Evaluating
-    large language models trained on code".
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating large language models trained on code".
     """
     assert 0 <= num_correct <= num_answers and 1 <= k <= num_answers
     return 1 - math.comb(num_answers - num_correct, k) / math.comb(num_answers, k)
@@ -99,10 +93,10 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
 def summarize(
     results: Sequence[tuple[Problem, Sequence[Answer]]],
 ) -> tuple[float, float, dict[str, float]]:
-    """Mean reward, its standard error over the examples (NaN for one), and other metrics.
+    """Mean reward, its standard error over the examples (NaN for one), and metrics by name.
 
-    The metrics are avg@n and pass@1, 2, 4 ... n of every environment, as ENV/METRIC; n is the
-    smallest number of answers.
+    The metrics are ENV/avg@n and ENV/pass@1, 2, 4 ... n, where n is the smallest number of answers
+    and an answer passes with a reward of 1.
     """
     rewards: dict[str, list[list[float]]] = {}  # of the answers to each example, by environment
     for problem, answers in results:
@@ -115,7 +109,7 @@ def summarize(
         metrics[f"{env}/avg@{size}"] = fmean(map(fmean, examples))
         for k in sorted({1 << power for power in range(size.bit_length())} | {size}):
             metrics[f"{env}/pass@{k}"] = fmean(
-                pass_at_k(len(answers), sum(reward >= PASSING_REWARD for reward in answers), k)
+                pass_at_k(len(answers), sum(reward >= 1.0 for reward in answers), k)
                 for answers in examples
             )
     return fmean(means), error, metrics

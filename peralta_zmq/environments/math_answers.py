@@ -16,23 +16,19 @@ from peralta_zmq.environments.shipped_rewards import Completions, last_text
 from peralta_zmq.errors import import_extra
 from peralta_zmq.rollout import Problem
 
-SEARCHED_LENGTH = 2000  # characters at the end of a completion that are searched for the answer
-TIMEOUT_SECONDS = 3  # for parsing one answer, and for comparing it
-
 
 def reward(problem: Problem, completion_text: str) -> float:
     """1 if the last answer in the text equals the target mathematically, else 0.
 
-    So does a text that is the target, or the same number (1e10). An answer earns 0 if it cannot be
-    parsed, or in the main thread if it takes longer than TIMEOUT_SECONDS. Raises TaskError for a
-    target that cannot be parsed.
+    A text that is the target, or the same number (1e10), earns 1. Raises TaskError for a target
+    that cannot be parsed.
     """
     is_target = _is_target(last_box(completion_text) or completion_text, problem.answer)
     if is_target or ":" in problem.answer:  # a time or a ratio, for the library a quotient
         return float(is_target)
     library = _library()
     target = parsed_answer(problem, parse_target)
-    parsed = library.parse(completion_text[-SEARCHED_LENGTH:], parsing_timeout=_timeout())
+    parsed = library.parse(completion_text[-2000:], parsing_timeout=_timeout())
     return float(bool(parsed) and library.verify(list(target), parsed, timeout_seconds=_timeout()))
 
 
@@ -74,8 +70,8 @@ def parse_target(answer: str) -> tuple[Any, ...]:
 
 
 def _timeout() -> int | None:
-    """The library's timeouts are signals, which work only in the main thread."""
-    return TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
+    """Seconds to parse or compare an answer. The library uses signals, hence the main thread."""
+    return 3 if threading.current_thread() is threading.main_thread() else None
 
 
 def _library() -> Any:

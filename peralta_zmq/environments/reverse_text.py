@@ -8,7 +8,6 @@ from peralta_zmq.environments.dataset import problems_from_files
 from peralta_zmq.rollout import Problem
 
 MAX_ANSWER_LENGTH = 256  # characters; the run time of the comparison grows with its square
-# The limit bounds the run time, so `reward` is called without a separate process and timeout.
 REWARD_IS_BOUNDED = True
 
 

@@ -29,9 +29,6 @@ from peralta_zmq.rollout import Problem
 PROMPT_COLUMNS = ("prompt", "problem", "question", "instruction", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")
 EVAL_SPLITS = ("eval", "validation", "test")  # of a folder with several, in order of preference
-# Without `data.eval`, one row of HELD_OUT_FRACTION is held out, at most MAX_HELD_OUT.
-HELD_OUT_FRACTION = 10
-MAX_HELD_OUT = 100
 
 
 def problems(
@@ -46,9 +43,9 @@ def problems(
 ) -> Iterator[Problem]:
     """Iterator over the problems of a split, with the number of unread rows as length hint.
 
-    Without `eval`, the held-out problems are the split for it in the folder `train`, or rows at
-    equal distances that the training then lacks; with fewer rows than HELD_OUT_FRACTION, both have
-    all. Raises TaskError if a file cannot be read, for a missing column, and if no row was usable.
+    Without `eval`, the held-out problems are the split for it in the folder `train`, or one row of
+    ten, at most 100, which the training then lacks; with fewer than ten rows, both have all. Raises
+    TaskError if a file cannot be read, for a missing column, and if no row was usable.
     """
     if not train and not (eval and split == "eval"):
         raise TaskError("task rows has no data set; set data.train to a file")
@@ -92,7 +89,7 @@ def _records_of(split: Split, source: str, eval: str) -> list[Record]:
         return read_records(source, held_out)
     trained = "train" if "train" in splits else "".join(splits[:1])
     records = read_records(source, trained)
-    num_held_out = min(MAX_HELD_OUT, len(records) // HELD_OUT_FRACTION)
+    num_held_out = min(100, len(records) // 10)
     if eval or held_out or num_held_out == 0:
         return records
     indices = {index * len(records) // num_held_out for index in range(num_held_out)}

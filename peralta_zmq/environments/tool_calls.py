@@ -41,8 +41,8 @@ ARGUMENT = re.compile(r"\s+\**(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a tool, from its type hints and its docstring with a section `Args:`.
 
-    Raises TaskError for a coroutine function, a tool without docstring, and an argument without a
-    type that JSON has.
+    Raises TaskError for a tool without docstring or with other types than JSON has, and for a
+    coroutine function.
     """
     if inspect.iscoroutinefunction(tool):
         raise TaskError(f"tool {tool.__name__} is a coroutine function; define it without async")

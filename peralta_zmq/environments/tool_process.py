@@ -30,30 +30,12 @@ import psutil
 from peralta_zmq.rollout import Message, ToolCall
 from peralta_zmq.signatures import call_error
 
-MAX_MEMORY_BYTES = 512 << 20  # in addition to the memory of the reward worker
-MAX_FILE_BYTES = 16 << 20  # of each file
-MAX_PROCESSES = 0  # started by a tool; Linux does not limit those of root
 MAX_RESULT_CHARACTERS = 4096
-MAX_RESULT_BYTES = 4 * MAX_RESULT_CHARACTERS + 100  # UTF-8, with the note that it was cut
-# Linux's Landlock: system calls, and the access rights that change the content of files. The first
-# version (Linux 5.13) has 13 rights, of which those to execute and read files and to list folders
-# are left to the tool; that to truncate files came with the third version (Linux 6.2).
-LANDLOCK_CREATE = 444
-LANDLOCK_ADD = 445
-LANDLOCK_RESTRICT = 446
-LANDLOCK_WRITES = 0x1FFF & ~(1 << 0 | 1 << 2 | 1 << 3)
-LANDLOCK_TRUNCATE = 1 << 14
-LANDLOCK_VERSION = 1  # flag of LANDLOCK_CREATE
-LANDLOCK_PATH_BENEATH = 1  # type of a rule
-PR_SET_SECCOMP = 22
-PR_SET_CHILD_SUBREAPER = 36
-PR_SET_NO_NEW_PRIVS = 38
 # For seccomp: architecture; shmget, semget, msgget, mq_open, memfd_create, memfd_secret
 REFUSED_CALLS = {
     "x86_64": (0xC000003E, 29, 64, 68, 240, 319, 447),
     "aarch64": (0xC00000B7, 194, 190, 186, 180, 279, 447),
 }
-KILL_SECONDS = 1.0  # until killed processes have ended
 FOLDER = f"peralta-tool-{os.uname().nodename}-"  # machines may share the temporary folder
 
 
@@ -63,7 +45,7 @@ def adopt_orphans() -> None:
     On Linux as root, where a tool can start processes.
     """
     if sys.platform == "linux" and os.getuid() == 0:
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def tool_messages(
@@ -144,7 +126,7 @@ def kill_descendants(process: int) -> None:
         for each in below:
             with suppress(psutil.Error):
                 each.kill()
-        deadline = time.monotonic() + KILL_SECONDS
+        deadline = time.monotonic() + 1.0
         while any(map(_runs, below)) and time.monotonic() < deadline:
             time.sleep(0.001)
 
@@ -156,7 +138,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder, which no process changes, with subfolders of any depth and mode."""
+    """Delete a folder that no process changes, with subfolders of any depth and mode."""
     folders = [] if folder.is_symlink() else [folder]
     for path in folders:
         with suppress(OSError):
@@ -170,7 +152,7 @@ def _delete(folder: Path) -> None:
 
 
 def _descendants() -> set[psutil.Process]:
-    """The processes below this one; empty unless a tool can start some (see MAX_PROCESSES)."""
+    """The processes below this one; empty unless a tool can start some, which needs root."""
     return set(psutil.Process().children(recursive=True)) if os.getuid() == 0 else set()
 
 
@@ -183,7 +165,7 @@ def _kill(process: int, earlier: set[psutil.Process]) -> int:
         for each in started:
             with suppress(psutil.NoSuchProcess, ChildProcessError):
                 each.kill()
-                os.waitpid(each.pid, os.WNOHANG)  # those that this process has adopted
+                os.waitpid(each.pid, os.WNOHANG)  # this process may have adopted it
         started = _descendants() - earlier
     return status
 
@@ -194,11 +176,12 @@ def _read(reader: int, deadline: float) -> str | None:
     A result ends with a zero byte, because children of the tool may keep the pipe open.
     """
     content = b""
+    max_bytes = 4 * MAX_RESULT_CHARACTERS + 100  # UTF-8, with the note that it was cut
     while not content.endswith(b"\0"):
         readable, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
         if not readable:
             raise TimeoutError
-        if not (part := os.read(reader, 1 << 16)) or len(content) > MAX_RESULT_BYTES:
+        if not (part := os.read(reader, 1 << 16)) or len(content) > max_bytes:
             return None
         content += part
     return content[:-1].decode(errors="replace")
@@ -250,13 +233,13 @@ def _close_files(*, keep: int) -> None:
 
 
 def _limit_resources(seconds: float) -> None:
-    memory = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
     limits = {
         resource.RLIMIT_CPU: int(seconds) + 1,
-        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
-        resource.RLIMIT_NPROC: MAX_PROCESSES,
+        resource.RLIMIT_FSIZE: 16 << 20,  # bytes of each file
+        resource.RLIMIT_NPROC: 0,  # without effect on root
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_AS: memory,
+        # 512 MiB more than the reward worker.
+        resource.RLIMIT_AS: psutil.Process().memory_info().vms + (512 << 20),
     }
     for kind, limit in limits.items():
         with suppress(ValueError, OSError):  # macOS does not limit memory
@@ -266,7 +249,7 @@ def _limit_resources(seconds: float) -> None:
 def _forbid_other_memory() -> None:
     """Refuse this process memory that has no limit or that outlives it, by a seccomp filter."""
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # which filters and Landlock need
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which filters and Landlock need
     architecture, *calls = REFUSED_CALLS.get(os.uname().machine, (0,))
     if not calls or sys.maxsize < 1 << 32:
         return
@@ -279,17 +262,25 @@ def _forbid_other_memory() -> None:
         (0x06, 0, 0, 0x00050001),  # refuse with error 1, EPERM
     ]
     program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
-    libc.prctl(PR_SET_SECCOMP, 2, struct.pack("HP", len(lines), ctypes.addressof(program)), 0, 0)
+    # PR_SET_SECCOMP with SECCOMP_MODE_FILTER
+    libc.prctl(22, 2, struct.pack("HP", len(lines), ctypes.addressof(program)), 0, 0)
 
 
 def _forbid_writes_outside(folder: str) -> None:
+    """Leave this process no right to change files elsewhere, by Landlock (Linux 5.13)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
+    create_ruleset = 444
+    add_rule = 445
+    restrict_self = 446
+    version = libc.syscall(create_ruleset, None, 0, 1)  # 1: return the version
     if version < 1:
         return
-    rights = LANDLOCK_WRITES | (LANDLOCK_TRUNCATE if version >= 3 else 0)
+    # The first version has 13 rights: all but those to execute and read files, and to list folders.
+    rights = 0x1FFF & ~(1 << 0 | 1 << 2 | 1 << 3)
+    if version >= 3:
+        rights |= 1 << 14  # truncate files
     handled = ctypes.c_uint64(rights)
-    rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), ctypes.sizeof(handled), 0)
+    rules = libc.syscall(create_ruleset, ctypes.byref(handled), ctypes.sizeof(handled), 0)
     rule = struct.pack("=Qi", rights, os.open(folder, os.O_RDONLY))
-    libc.syscall(LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0)
-    libc.syscall(LANDLOCK_RESTRICT, rules, 0)
+    libc.syscall(add_rule, rules, 1, rule, 0)  # 1: LANDLOCK_RULE_PATH_BENEATH
+    libc.syscall(restrict_self, rules, 0)

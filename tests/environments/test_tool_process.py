@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from real_programs import has_ended, until
 
-from peralta_zmq.environments import tool_process
 from peralta_zmq.environments.tool_process import tool_messages
 from peralta_zmq.rollout import Message, ToolCall
 
@@ -49,7 +48,7 @@ def long_result() -> str:
 
 def allocate() -> int:
     # More than earlier tests can have left in the heap of this process, which a tool inherits.
-    return len(b"x" * (64 * tool_process.MAX_MEMORY_BYTES))
+    return len(b"x" * (32 << 30))
 
 
 def limits() -> list[int]:
