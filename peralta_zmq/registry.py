@@ -85,7 +85,6 @@ TABLES: dict[Kind, dict[str, str]] = {
         "exact_match": "peralta_zmq.environments.shipped_rewards:exact_match",
         "regex": "peralta_zmq.environments.shipped_rewards:regex",
         "soft_overlong": "peralta_zmq.environments.shipped_rewards:soft_overlong",
-        "boxed_answer": "peralta_zmq.environments.math_answers:boxed_answer",
     },
 }
 # Prefix of a task's name -> class that makes the task from the rest of the name, after a colon.

@@ -56,7 +56,7 @@ def test_shipped_names_resolve(kind: Kind) -> None:
                            "leave_one_out, length_weighted, max_rl, token_whitening, or the import "
                            "path of your own advantage"),
         ("loss", "inforce", "unknown loss 'inforce'; did you mean reinforce? Choose one of "),
-        ("reward", "x", "unknown reward 'x'; choose one of answer_match, boxed_answer, "),
+        ("reward", "x", "unknown reward 'x'; choose one of answer_match, exact_match, "),
         ("task", "reasoning-gym:chain_sum",
          "unknown task 'reasoning-gym:chain_sum'; did you mean reasoning_gym:chain_sum?"),
     ],

@@ -152,8 +152,8 @@ class RunSection(Section):
     num_local_generators: PositiveInt = 1
     """number of generators that `bin/lan local` starts on this machine, besides the trainer"""
     report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = ()
-    """experiment trackers that also receive metrics, samples and histograms: tensorboard, trackio,
-    wandb; the environment variable WANDB_PROJECT names the project of the latter two"""
+    """experiment trackers that also receive metrics and samples: tensorboard, trackio, wandb; the
+    environment variable WANDB_PROJECT names the project of the latter two"""
     num_workers: PositiveInt = 1
     """processes (trainer, generators) that share this machine's cores; more = fewer threads"""
 

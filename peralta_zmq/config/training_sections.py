@@ -36,8 +36,8 @@ class RewardSettings(Section):
 
     reward: Names = ()
     """reward function instead of the task's own: answer_match, exact_match, regex, soft_overlong,
-    boxed_answer, or your own (file.py:function or module:function). Of several, `task` = the task's
-    own, the reward is the weighted sum"""
+    or your own (file.py:function or module:function). Of several, `task` = the task's own, the
+    reward is the weighted sum"""
     reward_weights: Numbers | None = None
     """weights of several reward functions, in order; None = 1 for each"""
     reward_kwargs: Table = Field(default={})

@@ -8,11 +8,9 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from peralta_zmq.environments.dataset import parsed_answer, problems_from_files
-from peralta_zmq.environments.shipped_rewards import Completions, last_text
 from peralta_zmq.errors import import_extra
 from peralta_zmq.rollout import Problem
 
@@ -38,15 +36,6 @@ def _is_target(text: str, target: str) -> bool:
         return answer == expected or float(answer) == float(expected)
     except ValueError:
         return False
-
-
-def boxed_answer(completions: Completions, answer: Sequence[str], **columns: Any) -> list[float]:
-    r"""Rewards of a group, in TRL's signature: 1 if the last \boxed{...} equals the answer."""
-    boxes = map(last_box, map(last_text, completions))
-    return [
-        reward(Problem("", "", (), str(target)), f"${content}$") if content else 0.0
-        for content, target in zip(boxes, answer, strict=True)
-    ]
 
 
 def last_box(text: str) -> str:

@@ -62,18 +62,6 @@ def special_token_ratio(groups: Sequence[RolloutGroup], special_ids: Collection[
     )
 
 
-def histogram_values(
-    groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
-) -> dict[str, list[float]]:
-    """Values of the histograms of a step: of each rollout; advantages only of trained groups."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {
-        "distributions/reward": [rollout.reward for rollout in rollouts],
-        "distributions/completion_length": [float(rollout.num_generated) for rollout in rollouts],
-        "distributions/advantage": [value for values in advantages for value in values],
-    }
-
-
 def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each metric over the updates of a step; a missing metric counts as 0."""
     names = dict.fromkeys(name for row in rows for name in row)

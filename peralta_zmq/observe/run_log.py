@@ -126,13 +126,12 @@ class RunLog:
         self,
         row: Mapping[str, object],
         samples: Sequence[Mapping[str, object]] = (),
-        values: Mapping[str, Sequence[float]] | None = None,
         *,
         tracked: int = 0,
     ) -> bool:
         """Write a step's metrics and sampled groups; False if an earlier session wrote the step.
 
-        The trackers get the group at index `tracked`, and histograms of `values` by name.
+        The trackers get the group at index `tracked`.
         """
         step = int(number(row, "step"))
         if step <= self.last_step:
@@ -143,7 +142,7 @@ class RunLog:
         sample = samples[tracked] if samples else None
         self._newest_rows.append(dict(row))
         for tracker in self._trackers:
-            tracker.log(step, row, sample=sample, values=values)
+            tracker.log(step, row, sample=sample)
         self._terminal.step(dict(row), self.verdict())
         self._next_stall_check = time.monotonic() + STALL_CHECK_SECONDS
         return True

@@ -19,12 +19,10 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from peralta_zmq.errors import ConfigError, described
 from peralta_zmq.observe.metrics import number
@@ -44,7 +42,6 @@ class TrackedStep:
     time: float  # unix seconds; NaN = now
     samples: Sequence[tuple[object, ...]] = ()
     """One row with the values of COLUMNS for each rollout of a group."""
-    histograms: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
 
 LogStep: TypeAlias = Callable[[TrackedStep], None]
@@ -74,7 +71,7 @@ def open_trackers(
     """A tracker for each name; entering its context starts it.
 
     Later sessions of a run have the same `run_id`, which is also its name in the trackers. Samples
-    and histograms are logged every `interval` steps.
+    are logged every `interval` steps.
     """
     packages: dict[str, OpenTracker] = {
         "tensorboard": lambda first_step: _tensorboard(folder, first_step),
@@ -113,23 +110,16 @@ class Tracker:
         row: Mapping[str, object],
         *,
         sample: Mapping[str, Any] | None = None,
-        values: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """Queue the finite numbers of a row of metrics.jsonl; never waits, never raises.
+        """Queue the finite numbers of a row of metrics.jsonl and perhaps one of samples.jsonl.
 
-        `sample` is the step's row of samples.jsonl; `values` has those of histograms by name.
+        Never waits, never raises.
         """
         # Step and time are the x axes of the curves.
         numbers = {key: number(row, key) for key in row if key not in ("step", "time")}
         numbers = {key: value for key, value in numbers.items() if math.isfinite(value)}
-        samples: Sequence[tuple[object, ...]] = ()
-        histograms: dict[str, list[float]] = {}
-        if step % self._interval == 0:
-            samples = _table_of(step, sample) if sample else ()
-            for name, series in (values or {}).items():
-                if finite := [value for value in series if math.isfinite(value)]:
-                    histograms[name] = finite
-        self._put(TrackedStep(step, numbers, number(row, "time"), samples, histograms))
+        samples = _table_of(step, sample) if sample and step % self._interval == 0 else ()
+        self._put(TrackedStep(step, numbers, number(row, "time"), samples))
 
     def _put(self, row: TrackedStep | None) -> None:
         """Queue a step; None ends the thread."""
@@ -205,8 +195,6 @@ def _tensorboard(folder: Path, first_step: int) -> Generator[LogStep]:
         walltime = None if math.isnan(row.time) else row.time
         for name, value in row.numbers.items():
             writer.add_scalar(name, value, row.step, walltime=walltime)
-        for name, values in row.histograms.items():
-            writer.add_histogram(name, np.array(values), row.step, walltime=walltime)
         if row.samples:
             writer.add_text(SAMPLES, _markdown_of(row.samples), row.step, walltime=walltime)
         writer.flush()
@@ -225,7 +213,7 @@ def _trackio(project: str, title: str, settings: Mapping[str, Any]) -> Generator
         trackio.Run._get_username = lambda run: None
     with redirect_stdout(sys.stderr):
         run = trackio.init(project, name=title, config=dict(settings), resume="allow")
-    yield lambda row: run.log(_with_media(row, trackio), step=row.step)
+    yield lambda row: run.log(_with_table(row, trackio), step=row.step)
     with redirect_stdout(sys.stderr):
         trackio.finish()
 
@@ -244,12 +232,12 @@ def _wandb(
     run = wandb.init(**names, resume="allow", config=dict(settings), settings=quiet)
     # The result of an evaluation may arrive after later steps; wandb's own step must not decrease.
     run.define_metric("*", step_metric="step")
-    yield lambda row: run.log({**_with_media(row, wandb), "step": row.step})
+    yield lambda row: run.log({**_with_table(row, wandb), "step": row.step})
     run.finish()
 
 
-def _with_media(row: TrackedStep, package: Any) -> dict[str, Any]:
-    media = {name: package.Histogram(values) for name, values in row.histograms.items()}
-    if row.samples:
-        media[SAMPLES] = package.Table(columns=list(COLUMNS), data=list(map(list, row.samples)))
-    return {**row.numbers, **media}
+def _with_table(row: TrackedStep, package: Any) -> dict[str, Any]:
+    if not row.samples:
+        return dict(row.numbers)
+    table = package.Table(columns=list(COLUMNS), data=list(map(list, row.samples)))
+    return {**row.numbers, SAMPLES: table}

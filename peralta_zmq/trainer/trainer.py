@@ -25,7 +25,6 @@ from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.learning.step_metrics import (
     MismatchStatistics,
     by_environment,
-    histogram_values,
     special_token_ratio,
 )
 from peralta_zmq.observe.run_log import RunLog
@@ -286,9 +285,8 @@ class Trainer:
         samples: list[dict[str, object]] = []
         if self.step > self.session.run_log.last_step:  # not written by an earlier session
             samples = self._samples(groups, result.advantages)
-        values = histogram_values(groups, result.advantages)
         tracked = self._index_of_sample(groups)
-        if self.session.run_log.step(row, samples, values, tracked=tracked):
+        if self.session.run_log.step(row, samples, tracked=tracked):
             self.no_signal.update(self.step, groups, result.metrics["frac_reward_zero_std"])
 
     def _samples(

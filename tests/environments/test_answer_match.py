@@ -28,6 +28,7 @@ RIGHT = [  # answer of the row, completion
     ("72", "The answer is 48 + 24 = 72."),
     ("72", r"\boxed{72\text{ clips}}"),
     ("0.5", r"\boxed{\frac12}"),
+    ("0.5", r"\boxed{1} \boxed {0.5} \boxed{1"),  # the last complete box
     ("1/2", r"The answer is \dfrac{1}{2}."),
     ("0.5", "It is 1/2"),
     ("$5 per hour", "The answer is $5 per hour."),

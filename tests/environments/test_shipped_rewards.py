@@ -1,4 +1,4 @@
-"""Shipped reward functions: formulas, and the answer in a box."""
+"""Shipped reward functions: formulas."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 
 from peralta_zmq import registry
 from peralta_zmq.environments import shipped_rewards
-from peralta_zmq.environments.math_answers import boxed_answer
-from peralta_zmq.errors import TaskError
 
 
 def completions(*texts: str) -> list[list[dict[str, str]]]:
@@ -37,20 +35,6 @@ def test_soft_overlong_is_linear_before_the_limit(length: int, penalty: float) -
     for cache in ({}, {"soft_punish_cache": 20}):
         (reward,) = shipped_rewards.soft_overlong([[5] * length], **options, **cache)
         assert reward == pytest.approx(penalty)
-
-
-@pytest.mark.parametrize(("text", "reward"), [
-    (r"so \boxed{\frac{1}{2}} it is", 1.0), (r"\boxed{0.5}", 1.0), (r"\boxed{1} \boxed {0.5}", 1.0),
-    (r"\boxed{0.5} \boxed{1}", 0.0), ("0.5", 0.0), (r"\boxed{0.5", 0.0), (r"\boxed{}", 0.0),
-    (r"\boxed{0.5} \boxed{1", 1.0),
-])  # fmt: skip
-def test_boxed_answer_compares_the_last_complete_box(text: str, reward: float) -> None:
-    assert boxed_answer(completions(text, "1"), ["1/2"] * 2) == [reward, 0.0]
-
-
-def test_boxed_answer_refuses_a_target_without_mathematics() -> None:
-    with pytest.raises(TaskError, match="unusable answer"):
-        boxed_answer(completions(r"\boxed{1}"), [""])
 
 
 def test_only_functions_with_limited_time_are_bounded() -> None:

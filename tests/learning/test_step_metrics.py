@@ -13,7 +13,6 @@ from peralta_zmq.learning.step_metrics import (
     MismatchStatistics,
     by_environment,
     describe_groups,
-    histogram_values,
     mismatch_metrics,
     special_token_ratio,
 )
@@ -118,15 +117,6 @@ def test_special_token_ratio_counts_sampled_tokens_of_rollouts() -> None:
     last = int(rollouts[-1].token_ids[-1])
     expected = sum(last in tokens for tokens in sampled) / 4
     assert special_token_ratio(groups, {last}) == expected > 0.0
-
-
-def test_histogram_values_have_all_rollouts_and_trained_advantages() -> None:
-    groups = [group_of([1, 0], lengths=[2, 5]), group_of([0.5, 0.5], lengths=[1, 1])]
-    assert histogram_values(groups, [[0.5, -0.5], []]) == {
-        "distributions/reward": [1.0, 0.0, 0.5, 0.5],
-        "distributions/completion_length": [2.0, 5.0, 1.0, 1.0],
-        "distributions/advantage": [0.5, -0.5],
-    }
 
 
 def test_sender_is_flagged_once_per_incarnation() -> None:

@@ -81,20 +81,16 @@ SAMPLE_ROWS = [  # at step 2
     {"step": 2, "problem": "p", "reward": 0.0, "advantage": -0.5, "prompt": "1 + 1 =",
      "completion": "\n| 3"},
 ]  # fmt: skip
-VALUES = {"distributions/reward": [1.0, 0.0], "distributions/advantage": [0.5, math.nan]}
-NUM_FINITE = {"distributions/reward": 2, "distributions/advantage": 1}  # of VALUES
 
 
-def test_samples_and_histograms_are_logged_every_nth_step() -> None:
+def test_samples_are_logged_every_nth_step() -> None:
     recording = RecordingTracker()
     with Tracker("recording", recording.open, interval=2) as tracker:
         for step in (1, 2, 3):
-            tracker.log(step, ROW, sample=SAMPLE, values=VALUES)
-        tracker.log(4, ROW, sample={**SAMPLE, "advantages": []}, values={"none": [math.inf]})
+            tracker.log(step, ROW, sample=SAMPLE)
+        tracker.log(4, ROW, sample={**SAMPLE, "advantages": []})
     assert [bool(row.samples) for row in recording.logged] == [False, True, False, True]
     assert recording.logged[1].samples == [tuple(row.values()) for row in SAMPLE_ROWS]
-    assert recording.logged[1].histograms == {**VALUES, "distributions/advantage": [0.5]}
-    assert recording.logged[0].histograms == recording.logged[3].histograms == {}
     assert [row[3] for row in recording.logged[3].samples] == [0.0, 0.0]
 
 
@@ -172,7 +168,7 @@ def log_two_sessions(name: str, folder: Path) -> None:
         with RunLog(folder, run="demo", max_steps=3, trackers=opened) as run_log:
             for step in steps:
                 row = {"step": step, "time": 1e9 + step, "reward": step / 4 + len(steps)}
-                run_log.step({**row, "rewards/right/mean": None}, [SAMPLE], VALUES)
+                run_log.step({**row, "rewards/right/mean": None}, [SAMPLE])
             run_log.evaluation(1, [], accuracy=0.25, figures={"avg@1": 0.5}, policy_steps=[1, 1])
 
 
@@ -202,9 +198,6 @@ def test_tensorboard_reads_curves_without_rolled_back_steps(tmp_path: Path) -> N
     curve = [(point.step, point.value, point.wall_time) for point in events.Scalars("reward")]
     assert curve == [(1, 3.25, 1e9 + 1), (2, 1.5, 1e9 + 2)]
     assert events.Scalars("eval/accuracy")[-1].value == 0.25
-    assert sorted(events.Tags()["histograms"]) == sorted(VALUES)
-    (histogram,) = events.Histograms("distributions/reward")
-    assert (histogram.step, histogram.histogram_value.num) == (2, 2)
     text = events.Tensors("samples/text_summary")[-1]  # the reader keeps rolled-back texts
     assert b"reward 0, advantage -0.5\n\n    \n    | 3" in text.tensor_proto.string_val[0]
 
@@ -224,7 +217,6 @@ def test_trackio_stores_the_curves_locally(
     sampled = [row for row in rows if "samples" in row]
     assert [row["step"] for row in sampled] == [2, 2]  # of each session
     assert sampled[1]["samples"]["_value"] == SAMPLE_ROWS
-    assert {name: sum(sampled[1][name]["values"]) for name in VALUES} == NUM_FINITE
     assert "rackio" not in capsys.readouterr().out
     assert not has_connection(proxy)
 
@@ -255,7 +247,6 @@ def test_wandb_is_offline_and_has_the_curves(
     assert {row["eval/accuracy"] for row in logged if "eval/accuracy" in row} == {0.25}
     sampled = [row for row in logged if "samples/path" in row][-1]
     assert sampled["step"] == 2
-    assert {name: sum(sampled[f"{name}/values"]) for name in VALUES} == NUM_FINITE
     folders = (tmp_path / "wandb").glob("offline-run-*/files")
     files = [folder / sampled["samples/path"] for folder in sorted(folders)]
     table = json.loads(next(file for file in files if file.exists()).read_text())
