@@ -39,50 +39,45 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, Any]:
     return pickle.loads(await reader.readexactly(length))
 
 
-class _Functions:
-    def __init__(self) -> None:
-        self._functions: dict[str, Callable[..., Any]] = {}
+_functions: dict[str, Callable[..., Any]] = {}  # those that were imported, by name
 
-    def load(self, name: str) -> str:
-        try:
-            self._functions[name] = import_object(name)
-        except Exception as error:  # noqa: BLE001  a user's module may raise anything
-            return f"cannot import it: {described(error)}"
-        return READY
 
-    def call(self, content: str | WorkerCall) -> object:
-        if isinstance(content, str):
-            return self.load(content)
-        return outcome(content, *map(self._functions.__getitem__, content.names))
-
-    async def call_async(self, content: str | WorkerCall, timeout_seconds: float) -> object:
-        if isinstance(content, str):
-            return self.load(content)
-        call = async_outcome(content, *map(self._functions.__getitem__, content.names))
-        try:
-            return await asyncio.wait_for(call, timeout_seconds)
-        except asyncio.TimeoutError:
-            return f"took longer than {timeout_seconds:g} s"
+def _load(name: str) -> str:
+    try:
+        _functions[name] = import_object(name)
+    except Exception as error:  # noqa: BLE001  a user's module may raise anything
+        return f"cannot import it: {described(error)}"
+    return READY
 
 
 def _serve(connection: socket.socket) -> None:
-    functions = _Functions()
     stream = connection.makefile("rwb")
     with suppress(EOFError, OSError, pickle.UnpicklingError):
         while header := stream.read(8):
             number, content = pickle.loads(stream.read(int.from_bytes(header, "big")))
-            stream.write(frame_of(number, functions.call(content)))
+            if isinstance(content, str):
+                result: object = _load(content)
+            else:
+                result = outcome(content, *(_functions[name] for name in content.names))
+            stream.write(frame_of(number, result))
             stream.flush()
     os.killpg(0, signal.SIGKILL)
 
 
 async def _serve_async(connection: socket.socket, timeout_seconds: float) -> None:
-    functions = _Functions()
     tasks = set[asyncio.Task[None]]()
     reader, writer = await asyncio.open_connection(sock=connection)
 
     async def answer(number: int, content: str | WorkerCall) -> None:
-        writer.write(frame_of(number, await functions.call_async(content, timeout_seconds)))
+        if isinstance(content, str):
+            result: object = _load(content)
+        else:
+            call = async_outcome(content, *(_functions[name] for name in content.names))
+            try:
+                result = await asyncio.wait_for(call, timeout_seconds)
+            except asyncio.TimeoutError:
+                result = f"took longer than {timeout_seconds:g} s"
+        writer.write(frame_of(number, result))
 
     with suppress(EOFError, OSError):
         while True:

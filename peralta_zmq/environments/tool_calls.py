@@ -87,23 +87,11 @@ def _type_schema(hint: Any) -> dict[str, Any]:
         names = [*dict.fromkeys(TYPE_NAMES[type(each)] for each in arguments)]
         return {"type": names if len(names) > 1 else names[0], "enum": list(arguments)}
     if origin in (Union, types.UnionType):
-        return _union_schema([_type_schema(each) for each in arguments])
+        return {"anyOf": [_type_schema(each) for each in arguments]}
     schema: dict[str, Any] = {"type": TYPE_NAMES[origin or hint]}
     if schema["type"] == "array" and arguments:
         schema["items"] = _type_schema(arguments[0])
     return schema
-
-
-def _union_schema(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    null = {"type": TYPE_NAMES[type(None)]}
-    others = [schema for schema in schemas if schema != null]
-    if all(schema.keys() == {"type"} for schema in schemas):
-        return {"type": [schema["type"] for schema in schemas]}
-    if len(others) > 1 or isinstance(others[0]["type"], list):
-        return {"anyOf": schemas}
-    (schema,) = others
-    optional = {**schema, "type": [schema["type"], null["type"]]}
-    return {**optional, "enum": [*schema["enum"], None]} if "enum" in schema else optional
 
 
 # Calls.

@@ -46,16 +46,14 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-LAST_PORT = 65_535
 
 
 class Dashboard:
     """HTTP server of the runs in `folders` (see RunList). Use with `closing`.
 
-    The constructor opens the port. `port` is the first port to try; 0 means any free port. `token`
-    is a password, required if other machines can reach `host`. `live` is True if this process is
-    the trainer of the runs. `banner` has the lines to print: the address, and a warning if other
-    machines can connect. Raises ConfigError if no port is free or the token is missing.
+    `port` is the first port to try; 0 means any free port. `token` is a password, required if other
+    machines can reach `host`. `banner` has the lines to print. Raises ConfigError if no port is
+    free or the token is missing.
     """
 
     def __init__(
@@ -94,40 +92,32 @@ class Dashboard:
         self.banner = _banner(host, port, self.port)
 
     def close(self) -> None:
-        """Stop serving."""
         self.server.close()
 
     async def overview(self, request: Request) -> Response:
-        """Return name, status and newest values of each run."""
         now = time.time()
         return _json({"runs": [view.overview(run, now=now) for run in self._refreshed()]})
 
     async def update(self, request: Request) -> Response:
-        """Return the changes in one run since the update that returned the cursor."""
         cursor = request.query_params.get("cursor", "")
         return _json(view.update(self._run_of(request), cursor=cursor, now=time.time()))
 
     async def samples(self, request: Request) -> Response:
-        """Return sampled groups of one run."""
         first = _number_in(request, "first")
         step = _number_in(request, "step")
         return _json({"samples": view.samples(self._run_of(request), first=first, step=step)})
 
     async def answers(self, request: Request) -> Response:
-        """Return the held-out problems of one evaluation of a run, with the answers."""
         return _json(view.answers(self._run_of(request), step=_number_in(request, "step") or 0))
 
     async def settings(self, request: Request) -> Response:
-        """Return the settings of one run."""
         return _json({"settings": view.settings(self._run_of(request))})
 
     async def metrics(self, request: Request) -> Response:
-        """Return the newest metrics of all runs, for Prometheus."""
         text = prometheus.exposition({run.name: run.last for run in self._refreshed()})
         return PlainTextResponse(text, media_type=prometheus.CONTENT_TYPE)
 
     async def health(self, request: Request) -> Response:
-        """Return each run's newest step, and the seconds since its newest row or event."""
         now = time.time()
         newest = {
             run.name: {"step": run.last.get("step"), "age_seconds": now - run.newest_time}
@@ -136,7 +126,6 @@ class Dashboard:
         return _json({"status": "ok", "runs": newest})
 
     def _run_of(self, request: Request) -> RunFiles:
-        """Return the run whose number is in the URL, after a refresh."""
         number = int(request.path_params["number"])
         if number >= len(self._runs.runs):
             raise HTTPException(404, "no such run")
@@ -150,7 +139,6 @@ class Dashboard:
 
 
 def _number_in(request: Request, name: str) -> int | None:
-    """Return a whole number in the query; None if it is not there."""
     text = request.query_params.get(name)
     if text is not None and not (text.isdecimal() and len(text) <= 12):
         raise HTTPException(400, f"{name} is not a number")
@@ -158,7 +146,7 @@ def _number_in(request: Request, name: str) -> int | None:
 
 
 def _banner(host: str, requested_port: int, port: int) -> list[str]:
-    """Return the address, and a warning if other machines can connect, as lines."""
+    """The address, and a warning if other machines can connect, as lines."""
     name = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):  # all interfaces: not an address that a browser can open
         name = socket.gethostname()
@@ -173,10 +161,11 @@ def _banner(host: str, requested_port: int, port: int) -> list[str]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket on `port`, or on the next free port."""
-    if not 0 <= port <= LAST_PORT:
-        raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {LAST_PORT}")
-    last = min(port + 20 - 1, LAST_PORT)
+    """A listening socket on `port`, or on the next free port."""
+    largest = 65_535
+    if not 0 <= port <= largest:
+        raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {largest}")
+    last = min(port + 20 - 1, largest)
     for candidate in range(port, last + 1) if port else [0]:
         with suppress(OSError):  # in use
             return listen(host, candidate, host_setting="dashboard.host")
@@ -184,7 +173,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _static_files() -> Mapping[str, Response]:
-    """Return a (reusable) response for each static file, by URL path."""
+    """A (reusable) response for each static file, by URL path."""
     responses = {
         f"/{file.name}": Response(file.read_bytes(), media_type=media_type)
         for file in view.STATIC.iterdir()
@@ -194,8 +183,5 @@ def _static_files() -> Mapping[str, Response]:
 
 
 def _json(content: Mapping[str, Any]) -> Response:
-    """Return a JSON response in ASCII.
-
-    Generated text may have unpaired surrogates, which UTF-8 cannot encode.
-    """
+    # In ASCII: generated text may have unpaired surrogates, which UTF-8 cannot encode.
     return Response(json.dumps(nan_to_null(content)), media_type="application/json")

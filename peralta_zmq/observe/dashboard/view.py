@@ -55,12 +55,7 @@ from peralta_zmq.observe.run_state import (
 )
 from peralta_zmq.observe.verdict import verdict
 
-NUM_CHANGE = 20  # the mean reward of the newest 20 steps is compared with that of the 20 before
-MAX_SAMPLES = 12  # groups in one response
-MAX_TEXT = 6000  # characters of one text
-MAX_ANSWERS_CHARACTERS = 1_000_000  # texts of an evaluation in one response
-MAX_REPORT_CHARACTERS = 1_000_000  # texts of the newest samples of a run in the HTML file
-MAX_EVENT_TEXT = 300  # characters
+MAX_CHARACTERS = 1_000_000  # texts of an evaluation, or of the newest samples of a run
 KEPT = "\n\t\u00a0\u3000"  # white space that is not escaped in samples
 # Events that are listed but not marked in the charts; RunFiles.events lacks "publish" and "drop".
 UNMARKED = {*EVALUATION_EVENTS, "worker_info", "final_status", "pool_refilled"}
@@ -74,8 +69,8 @@ ICON = re.compile(r'<link rel="icon"[^>]*>\n')
 def update(run: RunFiles, *, cursor: str = "", now: float) -> Json:
     """A run's state, and the chart points added since the update with `cursor`.
 
-    A cursor identifies the points that the page has: RunFiles.generation, number of steps, number
-    of evaluations. If it is invalid or outdated, all points are sent and `reset` is True.
+    A cursor has RunFiles.generation and the numbers of steps and evaluations that the page has. If
+    it is invalid or outdated, all points are sent and `reset` is True.
     """
     match = re.fullmatch(r"(.*):([0-9]{1,11}):([0-9]{1,11})", cursor)
     generation = match[1] if match else ""
@@ -102,9 +97,7 @@ def write_report(folders: Sequence[Path], path: Path) -> Path:
 
 
 def report(runs: Sequence[RunFiles]) -> str:
-    """The page and its data as one HTML document, whose policy allows only its own script and
-    style.
-    """
+    """The page and its data as one HTML document that allows only its own script and style."""
     html = ICON.sub("", (STATIC / "index.html").read_text("utf-8"))
     style = "".join((STATIC / name).read_text("utf-8") for name in STYLE.findall(html))
     script = "\n".join((STATIC / name).read_text("utf-8") for name in SCRIPT.findall(html))
@@ -155,8 +148,8 @@ def state(run: RunFiles, *, now: float) -> Json:
 def generators_of(run: RunFiles, status: str) -> list[Json]:
     """All generators that ever reported or joined, sorted by name.
 
-    `state` is "up" if the newest step has metrics of the generator, "new" if it joined later, else
-    "gone"; "unknown" replaces "up" and "new" while the trainer is not running.
+    `state` is "up" with metrics in the newest step, "new" if it joined later, else "gone"; while
+    the trainer is not running, "unknown" replaces "up" and "new".
     """
     reported = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
     up, left = membership(run.events)
@@ -190,7 +183,7 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
 
 
 def overview(run: RunFiles, *, now: float) -> Json:
-    """What the list of runs shows of a run."""
+    """The newest values of a run, for the list of runs."""
     status = status_of(run, now=now)
     header = _header(run, status, newest_session(list(run.events)), now)
     keys = ("run", "model", "task", "status", "status_text", "step", "max_steps", "age")
@@ -212,21 +205,22 @@ def _flattened(name: str, value: object) -> Iterator[tuple[str, str]]:
             yield from _flattened(f"{name}.{key}" if name else str(key), item)
     else:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        yield printable(name), printable(text)[:MAX_EVENT_TEXT]
+        yield printable(name), _short(text)
 
 
-def samples(run: RunFiles, *, first: int | None = None, step: int | None = None) -> list[Json]:
-    """Up to MAX_SAMPLES samples, from number `first` on (1 is the oldest), or from `step` on.
-
-    Without both, they are the newest.
+def samples(
+    run: RunFiles, *, first: int | None = None, step: int | None = None, limit: int = 12
+) -> list[Json]:
+    """Up to `limit` samples, from number `first` on (1 is the oldest), from `step` on, or the
+    newest.
     """
     steps = run.samples.steps
     if step is not None:
         first = next((index + 1 for index, at in enumerate(steps) if at >= step), None)
     if first is None:
-        first = len(steps) - MAX_SAMPLES + 1
+        first = len(steps) - limit + 1
     start = max(0, first - 1)
-    return [_sample(run, index) for index in range(start, min(start + MAX_SAMPLES, len(steps)))]
+    return [_sample(run, index) for index in range(start, min(start + limit, len(steps)))]
 
 
 def _sample(run: RunFiles, index: int) -> Json:
@@ -253,7 +247,6 @@ def _sample(run: RunFiles, index: int) -> Json:
 
 
 def _rollouts(row: Row) -> list[Json]:
-    """Texts without the prompt, rewards and cut-off marks of a row of samples or answers."""
     keys = ("texts" if "texts" in row else "completions", "rewards", "cut_off")
     columns = (cast("list[Any]", row.get(key, [])) for key in keys)
     prompt = str(row.get("prompt", ""))
@@ -275,7 +268,7 @@ def answers(run: RunFiles, *, step: int) -> Json:
     evaluation = run.evaluations.get(step)
     indices = [index for index, at in enumerate(run.answers.steps) if at == step]
     if evaluation is not None and math.isfinite(evaluation.num_examples):
-        # Earlier ones are those of an evaluation that was undone or not completed.
+        # Earlier ones belong to an evaluation that was undone or not completed.
         indices = indices[-int(evaluation.num_examples) :]
     examples = (
         {
@@ -285,7 +278,7 @@ def answers(run: RunFiles, *, step: int) -> Json:
         }
         for row in map(run.answers.read, indices)
     )
-    shown = first_within(MAX_ANSWERS_CHARACTERS, examples, _num_characters)
+    shown = first_within(MAX_CHARACTERS, examples, _num_characters)
     return {"step": step, "num_examples": len(indices), "examples": shown}
 
 
@@ -301,7 +294,7 @@ def _exported(run: RunFiles, now: float) -> Json:
         "name": run.name,
         "update": update(run, now=now),
         "settings": settings(run),
-        "samples": first_within(MAX_REPORT_CHARACTERS, newest, _num_characters)[::-1],
+        "samples": first_within(MAX_CHARACTERS, newest, _num_characters)[::-1],
         "answers": [answers(run, step=int(step)) for step in sorted(evaluated)],
     }
 
@@ -315,7 +308,7 @@ def _header(run: RunFiles, status: str, session: SessionState, now: float) -> Js
     train = config.get("train", {})
     model = config.get("model", {})
     tasks = [str(env.get("task")) for env in config.get("env", [])]
-    task = str(config.get("task", {}).get("name", ""))  # "None": that of the data's columns
+    task = str(config.get("task", {}).get("name", ""))  # "None": the data's columns decide
     max_steps = number(train, "max_steps")
     step = number(run.last, "step", 0.0)
     status_text, explanation = _status_texts(run, now)[status]
@@ -408,8 +401,8 @@ def _cards(run: RunFiles, recent: RunState, generators: Sequence[Json]) -> list[
 
 
 def _reward_change(run: RunFiles) -> str:
-    """Compare the mean reward of the newest NUM_CHANGE steps with the steps before."""
-    rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 2 * NUM_CHANGE))
+    """The mean reward of the newest 20 steps, compared with the 20 steps before."""
+    rewards = run.table.values("reward", after=max(0, len(run.table.steps) - 40))
     finite = rewards[np.isfinite(rewards)]
     half = len(finite) // 2
     if not half:
@@ -448,11 +441,10 @@ def _event(row: Row) -> Json:
         if key not in ("time", "event", "incarnation"):
             fields |= cast("Row", value) if isinstance(value, dict) else {key: value}
     texts = {key: f"{v:g}" if isinstance(v, float) else str(v) for key, v in fields.items()}
-    text = "  ".join(f"{key}={value[:MAX_EVENT_TEXT]}" for key, value in texts.items())
     return {
         "time": number(row, "time"),
-        "event": printable(str(row.get("event", "")))[:MAX_EVENT_TEXT],
-        "text": printable(text)[:MAX_EVENT_TEXT],
+        "event": _short(str(row.get("event", ""))),
+        "text": _short("  ".join(f"{key}={value[:300]}" for key, value in texts.items())),
     }
 
 
@@ -471,8 +463,11 @@ def _markers(run: RunFiles) -> list[Json]:
     return markers
 
 
-def _truncate(text: str) -> str:
-    """Escape `text`, cut off after MAX_TEXT characters."""
-    num_more = len(text) - MAX_TEXT
-    shown = printable(text[:MAX_TEXT], keep=KEPT)
+def _short(text: str) -> str:
+    return printable(text)[:300]
+
+
+def _truncate(text: str, *, max_length: int = 6000) -> str:
+    num_more = len(text) - max_length
+    shown = printable(text[:max_length], keep=KEPT)
     return shown if num_more <= 0 else f"{shown} ... ({num_more} more characters)"
