@@ -74,13 +74,9 @@ def test_path_outside_the_static_files_is_not_found(dashboard: Dashboard) -> Non
         assert get(dashboard, path)[0] == 404, path
 
 
-def test_other_methods_and_foreign_host_names_are_refused(dashboard: Dashboard) -> None:
+def test_other_methods_are_refused(dashboard: Dashboard) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
         assert get(dashboard, "/api/runs/0", method=method)[0] == 405, method
-    for host in ("127.0.0.1:1", "localhost:1", "[::1]:1"):
-        assert get(dashboard, "/api/runs", headers={"Host": host})[0] == 200, host
-    for host in ("evil.example", "127.0.0.1.evil.example:1", "10.1.2.3", ""):
-        assert get(dashboard, "/api/runs", headers={"Host": host})[0] == 400, host
 
 
 def test_json_has_null_for_nan_and_infinity(tmp_path: Path, dashboard: Dashboard) -> None:
