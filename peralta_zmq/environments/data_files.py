@@ -55,23 +55,25 @@ class DataRow(NamedTuple):
     line_number: int
     prompt: str  # empty if the row has no text as prompt
     token_ids: str  # numbers separated by spaces; empty if the row has none
-    answer: str
-    info: Mapping[str, Any]  # empty if the row has none
-    messages: tuple[Message, ...] = ()  # the prompt, if it is a chat
+    messages: tuple[Message, ...]  # the prompt, if it is a chat
+    answer: str = ""
+    info: Mapping[str, Any] = {}
 
 
-def read_rows(source: str, *, prompt_column: str, answer_column: str | None) -> list[DataRow]:
+def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[DataRow]:
     """Read all rows of a data set, in file order; other columns are ignored.
 
-    `source` is the name of a shipped data set or a path. Every row needs an answer, unless
-    `answer_column` is None, and a prompt or `input_token_ids`. Raises TaskError.
+    `source` is the name of a shipped data set or a path. Every row needs an answer, and a prompt or
+    `input_token_ids`. Raises TaskError.
     """
-    records = read_records(source)
+    rows: list[DataRow] = []
     try:
-        return [
-            row_of(record, prompt_column, answer_column)._replace(info=_info(record))
-            for record in records
-        ]
+        for record in read_records(source):
+            row = row_of(record, prompt_column)
+            if answer_column not in record.values:
+                raise missing_column(record, answer_column, setting="data.answer_column")
+            rows.append(row._replace(answer=record.text(answer_column), info=_info(record)))
+        return rows
     except ValueError as error:
         raise TaskError(f"'{source}' {error}") from None
 
@@ -243,29 +245,18 @@ def _table_records(read: Callable[[], list[Any]]) -> Iterator[Record]:
         yield Record(number, json.loads(text), json.loads(text, parse_int=str, parse_float=str))
 
 
-def row_of(record: Record, prompt_column: str, answer_column: str | None) -> DataRow:
-    """The row of a record, without the column `info`; ValueError for a column that is missing, or
-    neither text nor a number, nor messages as prompt.
-    """
+def row_of(record: Record, prompt_column: str) -> DataRow:
+    """The prompt of a record; ValueError if it is missing, or not a text, number or chat."""
     number = record.line_number
     prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record.values]
     if not prompts:
         raise missing_column(record, prompt_column, setting="data.prompt_column")
-    if answer_column is not None and answer_column not in record.values:
-        raise missing_column(record, answer_column, setting="data.answer_column")
     messages: tuple[Message, ...] = ()
     if isinstance(chat := record.values.get(prompt_column), list):
         messages = _messages(cast("list[Any]", chat), number)
         prompts.remove(prompt_column)
     texts = {column: record.text(column) for column in prompts}
-    return DataRow(
-        number,
-        texts.get(prompt_column, ""),
-        texts.get(TOKENS_COLUMN, ""),
-        record.text(answer_column) if answer_column is not None else "",
-        info={},
-        messages=messages,
-    )
+    return DataRow(number, texts.get(prompt_column, ""), texts.get(TOKENS_COLUMN, ""), messages)
 
 
 def missing_column(record: Record, column: str, *, setting: str) -> ValueError:

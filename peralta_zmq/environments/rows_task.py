@@ -102,7 +102,7 @@ def _rows(records: Sequence[Record], prompt_column: str, answer_column: str) -> 
     answer = answer_column or next((name for name in ANSWER_COLUMNS if name in columns), "")
     rows: list[DataRow] = []
     for record in records:
-        row = row_of(record, prompt, None)
+        row = row_of(record, prompt)
         # A column `answer` that is not the answer would take its place as an argument.
         hidden = {prompt, "answer"} - {answer}
         info = {name: value for name, value in record.values.items() if name not in hidden}
