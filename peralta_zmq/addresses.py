@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from peralta_zmq.errors import NO_MODES, ConfigError
 
-MIN_TOKEN = 16  # characters of a password
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
@@ -53,15 +52,12 @@ def host_of(text: str) -> str:
 
 
 def with_port(host: str, port: int) -> str:
-    """HOST:PORT of a URL, with the brackets that IPv6 needs."""
+    """HOST:PORT of a URL, with the brackets of IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_and_port(address: str, *, option: str, default_port: int | None = None) -> tuple[str, int]:
-    """Host and port of http://HOST:PORT; HOST of IPv6 is [::1].
-
-    Raises ConfigError for another form. `option` is the name of the setting, for the error message.
-    """
+    """Host and port of http://HOST:PORT; ConfigError that names `option` for another form."""
     with suppress(ValueError):
         parts = urlsplit(address)
         host = host_of(parts.hostname or "")
@@ -72,9 +68,9 @@ def host_and_port(address: str, *, option: str, default_port: int | None = None)
 
 
 def read_private_token(file: str | None, *, option: str = "security.token_file") -> str | None:
-    """The password in `file`; None without a file. `option` is the setting that names the file.
+    """The password in `file`, which the setting `option` names; None without a file.
 
-    Raises ConfigError if other users may read the file, or the password is shorter than MIN_TOKEN.
+    Raises ConfigError if other users may read the file, or the password is short.
     """
     if file is None:
         return None
@@ -86,7 +82,7 @@ def read_private_token(file: str | None, *, option: str = "security.token_file")
         raise ConfigError(f"{option} {path} cannot be read ({error})") from None
     if mode & 0o077:
         raise ConfigError(f"{option} {path} may be read by others; chmod 600 {path}, {NO_MODES}")
-    if len(token) < MIN_TOKEN or not token.isascii():
+    if len(token) < 16 or not token.isascii():
         raise ConfigError(
             f"{option} {path} holds a weak password; make one: openssl rand -hex 32 > {path}"
         )

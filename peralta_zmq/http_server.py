@@ -1,7 +1,6 @@
 """HTTP server in a thread: access control, and limits for each connection (starlette, uvicorn).
 
-The dashboard, a generator's chat server, the trainer's weight server and the verifier use it. A
-server that other machines can reach must have a password (token), which clients send with each
+A server that other machines can reach must have a password (token), which clients send with each
 request as a bearer token.
 """
 
@@ -32,37 +31,34 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from peralta_zmq.addresses import is_loopback, listen
 from peralta_zmq.errors import ConfigError
 
-MAX_HEADER_BYTES = 16384  # all header lines of a request
-FOREIGN_HOST = "the Host header is not a name of this machine; use 127.0.0.1 or set a token_file"
 Refuse: TypeAlias = Callable[[Request, HTTPException], Response]
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the connections of a server, so that no client can exhaust memory or descriptors.
+    """Limits of a server, so that no client can exhaust its memory or descriptors.
 
     A connection waits until its client has sent a whole request, or while the client does not read
     the response.
     """
 
+    header_bytes: int = 16384  # all header lines of a request
     max_waiting: int = 64  # one more closes the connection that has waited longest
-    header_seconds: float = 10.0  # for the header of a request, the first one or a further one
-    idle_seconds: float = 60.0  # for the body of a request, and for reading a part of a response
+    header_seconds: float = 10.0  # time limit of the header of a request
+    idle_seconds: float = 60.0  # time limit of a body, and of reading a part of a response
 
 
 def plain_text(request: Request, error: HTTPException) -> Response:
-    """The response to a refused request, as plain text."""
     return PlainTextResponse(error.detail, error.status_code, error.headers)
 
 
 class HttpServer:
     """Serves `routes` on a listening socket. Use with `closing`, after `start`.
 
-    `name` begins the log lines. `token_setting` names the setting of the password `token` (None =
-    no password is needed), for the error message. `refuse` makes the response to a request that is
-    refused or fails. With `has_login`, a browser can send the password once, as ?token=. `headers`
-    are those of every response.
+    `token_setting` names the setting of the password `token` (None = no password is needed).
+    `refuse` makes the response to a request that is refused or fails. With `has_login`, a browser
+    can send the password once, as ?token=. `headers` are those of every response.
     """
 
     def __init__(
@@ -78,6 +74,7 @@ class HttpServer:
         headers: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> None:
+        limits = limits or Limits()
         self.port = int(listening.getsockname()[1])
         self._name = name
         self._socket = listening
@@ -93,7 +90,7 @@ class HttpServer:
             ),
             # By default, uvicorn would use other packages, if installed, for `loop` and `ws`.
             loop="asyncio",
-            http=type("LimitedConnection", (Connection,), {"limits": limits or Limits()}),
+            http=type("LimitedConnection", (Connection,), {"limits": limits}),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -103,7 +100,7 @@ class HttpServer:
             headers=list((headers or {}).items()),
             timeout_graceful_shutdown=1,
             timeout_keep_alive=3600,  # `Connection` closes idle connections earlier
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            h11_max_incomplete_event_size=limits.header_bytes,
         )
         self._server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -135,7 +132,7 @@ class HttpServer:
         return self._refuse(request, error)
 
     async def _fail(self, request: Request, error: Exception) -> Response:
-        """Log each type of exception once only: a client may repeat its request every second."""
+        """Log each type of exception once, because clients repeat requests."""
         kind = type(error).__name__
         if kind not in self._logged and not isinstance(error, ClientDisconnect):
             self._logged.add(kind)
@@ -185,17 +182,18 @@ class AccessControl:
             request.scope["is_authorized"] = True
             return None
         if self._token is None:
-            return self._refuse(request, HTTPException(400, FOREIGN_HOST))
+            reason = (
+                "the Host header is not a name of this machine; use 127.0.0.1 or set a token_file"
+            )
+            return self._refuse(request, HTTPException(400, reason))
         return self._refuse(request, HTTPException(401, self._reason))
 
 
 def may_answer(headers: Mapping[str, str], *passwords: str, token: str | None) -> bool:
-    """Whether a request with these headers may be answered.
+    """Whether a request has the token, as a bearer token or in `passwords`.
 
-    With a token, the request must have it, as a bearer token or in `passwords`. Without one, Host
-    must be a loopback name. This prevents DNS rebinding: a malicious web page in the user's browser
-    could make its own domain name resolve to this machine, and then read the responses. It cannot
-    know a token, so that with one any name is allowed: of a router, a VPN, a container or a proxy.
+    Without a token, Host must be a loopback name. This prevents DNS rebinding: a malicious web page
+    could make its own domain name resolve to this machine, and then read the responses.
     """
     if token is None:
         host = headers.get("host", "")
@@ -224,7 +222,7 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
 
 class Connection(H11Protocol):
-    """Connection that closes if its client is slow, or the slowest of too many (see Limits)."""
+    """Connection that closes if its client is slow, or the slowest of too many."""
 
     limits = Limits()
     waits_since = math.inf  # seconds of the loop's clock; infinite while it does not wait
@@ -247,28 +245,28 @@ class Connection(H11Protocol):
             longest.transport.abort()
 
     def handle_events(self) -> None:
-        """Override: called with each received part, and after a response."""
+        """Override: called for each received part, and after a response."""
         super().handle_events()
         self._limit_wait()
 
     def pause_writing(self) -> None:
-        """Override: called when a part of a response waits for the client."""
+        """Override: a part of a response waits for the client."""
         super().pause_writing()
         self._limit_wait()
 
     def resume_writing(self) -> None:
-        """Override: called when the client has been sent all parts."""
+        """Override: all parts are sent."""
         super().resume_writing()
         self._limit_wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Override: a timer would keep the connection, with what it has received, in memory."""
+        """Override: the timer would keep the connection in memory."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()
 
     def _limit_wait(self) -> None:
-        """Close the connection later if the server now waits for another thing than before."""
+        """Start the time limit of what the server now waits for, if it has changed."""
         limit = 0.0
         if self.flow.write_paused or self.conn.their_state is h11.SEND_BODY:
             limit = self.limits.idle_seconds
@@ -290,8 +288,7 @@ def open_port(
 ) -> socket.socket:
     """A listening socket on an address of this machine; `settings` name those of host and port.
 
-    Raises ConfigError if `host` is no address of this machine, the port is in use, or other
-    machines can reach it and `token` is None.
+    Raises ConfigError for an unusable address, a used port, or an open port without a token.
     """
     host_setting, port_setting = settings
     check_password(host, token=token, setting=port_setting)
@@ -306,7 +303,7 @@ def open_port(
 def check_password(host: str, *, token: str | None, setting: str) -> None:
     """Raise ConfigError if other machines can reach `host` without a password.
 
-    `setting` is that of the host or the port.
+    `setting` names the setting of the host or of the port.
     """
     if token is None and not is_loopback(host):
         section = setting.partition(".")[0]

@@ -21,7 +21,7 @@ from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
 from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.generator.serving.server import ChatServer
-from peralta_zmq.http_server import MAX_HEADER_BYTES, Limits
+from peralta_zmq.http_server import Limits
 from peralta_zmq.observe.dashboard.app import Dashboard
 from peralta_zmq.weights.http_backend import HttpBackend
 from peralta_zmq.weights.server import serve_weights
@@ -134,7 +134,7 @@ def test_idle_connections_are_bounded_and_closed_without_a_request(
 @EVERY_SERVER
 def test_large_headers_are_refused_before_their_end(kind: str, serve: Serve) -> None:
     with socket.create_connection(("127.0.0.1", serve(kind)), 20) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * MAX_HEADER_BYTES)
+        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * Limits().header_bytes)
         assert client.recv(12) == b"HTTP/1.1 400"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,11 +18,6 @@ from peralta_zmq.registry import EngineSettings, LiveEngineFactory
 from peralta_zmq.rollout import Sampling
 
 AUTO = "auto"
-# Settings of [engine] that not every shipped engine has -> the engines that have them.
-ENGINES_WITH = {
-    "quantize": ("mlx",),
-    "vllm_args": ("vllm",),
-}
 
 
 class Machine(NamedTuple):
@@ -61,20 +55,29 @@ def choose_engine(
     """
     machine = machine or this_machine()
     config = {} if folder is None else read_config(folder)  # empty: the model is not known
-    merges = config if merges_adapters else {}
-    checks = {
-        "vllm": partial(_check_vllm, machine, settings, samplings, merges),
-        "mlx": partial(_check_mlx, settings, config, merges),
-    }
+    merged = config if merges_adapters else {}
+
+    def check(engine: str) -> None:
+        if engine == "mlx":
+            _check_mlx(settings, config, merged)
+        elif engine == "vllm":
+            _check_vllm(machine, settings, samplings, merged)
+
     chosen = name
     reason = "set by engine.name"
     if name == AUTO:
-        chosen, reason = _automatic(machine, settings, config, checks)
+        chosen, reason = _preferred(machine, settings)
+        try:
+            check(chosen)
+            if chosen == "vllm" and config:
+                refusals.check_model(config)
+        except ConfigError as error:
+            chosen = "native"
+            reason = f"auto: {error}"
     _check_settings(chosen, settings, f" ({reason})" if name == AUTO else "")
     if name == "mlx":
         import_extra("mlx_lm", extra="mlx", needed_by="engine.name 'mlx'")
-    if name in checks:
-        checks[name]()
+    check(name)
     if chosen == "native" and config:
         from peralta_zmq.engines.native.decoder import FAMILIES
 
@@ -83,54 +86,41 @@ def choose_engine(
     return chosen, reason
 
 
-def _automatic(
-    machine: Machine,
-    settings: EngineSettings,
-    config: Mapping[str, Any],
-    checks: Mapping[str, Callable[[], None]],
-) -> tuple[str, str]:
-    if machine.is_apple and not machine.has_mlx:
+def _preferred(machine: Machine, settings: EngineSettings) -> tuple[str, str]:
+    """The fastest engine of the machine, and the reason."""
+    if machine.is_apple and machine.has_mlx:
+        return "mlx", "auto: Apple silicon with mlx-lm"
+    if machine.is_apple:
         return "native", "auto: mlx-lm is not installed; pip install 'peralta_zmq[mlx]'"
-    uses_cuda = machine.has_cuda and settings.device.startswith(("auto", "cuda"))
-    if not (machine.is_apple or uses_cuda):
-        return "native", "auto: neither Apple silicon nor CUDA"
-    try:
-        if machine.is_apple:
-            checks["mlx"]()
-            return "mlx", "auto: Apple silicon with mlx-lm"
-        checks["vllm"]()
-        if config:
-            refusals.check_model(config)
+    if machine.has_cuda and settings.device.startswith(("auto", "cuda")):
         return "vllm", f"auto: CUDA with vLLM {machine.vllm}"
-    except ConfigError as error:
-        return "native", f"auto: {error}"
+    return "native", "auto: neither Apple silicon nor CUDA"
 
 
 def _check_vllm(
     machine: Machine,
     settings: EngineSettings,
     samplings: Sequence[Sampling],
-    merges: Mapping[str, Any],
+    merged: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError if engine vllm cannot run so, or merge adapters into `merges`."""
+    """Raise ConfigError if engine vllm cannot run so, or merge adapters into a model."""
     refusals.check_version(machine.vllm, has_cuda=machine.has_cuda)
     refusals.check_arguments(settings.vllm_args)
     for sampling in samplings:
         refusals.check_sampling(sampling)
-    kind = "multimodal" if "text_config" in merges else "quantized"
-    if merges.keys() & {"text_config", "quantization_config"}:
-        raise _unmergeable("vllm", kind)
+    if merged.keys() & {"text_config", "quantization_config"}:
+        raise _unmergeable("vllm", "multimodal" if "text_config" in merged else "quantized")
 
 
 def _check_mlx(
-    settings: EngineSettings, config: Mapping[str, Any], merges: Mapping[str, Any]
+    settings: EngineSettings, config: Mapping[str, Any], merged: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError if engine mlx cannot serve a model, or merge adapters into `merges`."""
+    """Raise ConfigError if engine mlx cannot serve a model, or merge adapters into it."""
     from peralta_zmq.engines.mlx.mlx_model import check_config
 
     if config:
         check_config(config, max_model_len=settings.max_model_len)
-    if "quantization_config" in merges:
+    if "quantization_config" in merged:
         raise _unmergeable("mlx", "quantized")
 
 
@@ -142,12 +132,12 @@ def _unmergeable(name: str, kind: str) -> ConfigError:
 
 def _check_settings(name: str, settings: EngineSettings, why: str) -> None:
     """Raise ConfigError if an engine, chosen because of `why`, lacks a setting."""
-    for option, engines in ENGINES_WITH.items():
+    for option, engine in (("quantize", "mlx"), ("vllm_args", "vllm")):
         value = getattr(settings, option)
-        if value and registry.is_shipped("engine", name) and name not in engines:
+        if value and registry.is_shipped("engine", name) and name != engine:
             raise ConfigError(
                 f"engine.{option} {value} is not an option of engine '{name}'{why}; "
-                f"remove it or set engine.name to {' or '.join(engines)}"
+                f"remove it or set engine.name to {engine}"
             )
 
 

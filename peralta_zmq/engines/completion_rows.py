@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, EngineError
 from peralta_zmq.rollout import BoolArray, Completion, Request, SampledToken, Sampling
-
-GIB = 2**30
 
 
 def max_new_tokens(request: Request, max_model_len: int) -> int:
@@ -40,7 +39,8 @@ def check_cache_memory(
         remedy = f"use engine.slots {max_slots} or " if max_slots > 0 else "use "
         raise ConfigError(
             f"engine.slots {slots} of engine.max_model_len {max_model_len} tokens need "
-            f"{needed / GIB:.1f} GiB for keys and values, {free_bytes / GIB:.1f} GiB are free; "
+            f"{needed / 2**30:.1f} GiB for keys and values, {free_bytes / 2**30:.1f} GiB are "
+            f"free; "
             f"{remedy}a smaller engine.max_model_len"
         )
 
@@ -59,11 +59,17 @@ def _token_options(sampling: Sampling) -> Sampling:
     )
 
 
-class Rows:
-    """The completions in progress as arrays with one entry per row.
+class SamplingInputs(NamedTuple):
+    """What, beside the logits, determines the next tokens of n rows with equal options."""
 
-    The first `count` rows are running. An end token, a stop string or a limit ends a completion.
-    """
+    sampling: Sampling
+    uniforms: np.ndarray  # [n], random numbers in [0, 1)
+    seen: BoolArray | None = None  # [n, V], True: the repetition penalty applies
+    banned: BoolArray | None = None  # [n, V], True: must not be sampled
+
+
+class Rows:
+    """The completions in progress as arrays, of which the first `count` rows are running."""
 
     def __init__(
         self,
@@ -80,18 +86,18 @@ class Rows:
         self.max_model_len = max_model_len
         self.count = 0
         self.requests: list[Request] = []
-        self._options: list[Sampling] = []  # of each row's tokens
+        self._options: list[Sampling] = []  # without parameters of whole completions
         self.tokens = np.zeros(shape, np.int64)  # generated tokens
         self.logprobs = np.zeros(shape, np.float32)
         self.steps = np.zeros(shape, np.int32)  # policy step of each token
-        self.num_tokens = np.zeros(num_rows, np.int64)  # number of tokens generated so far
-        self.num_prompt = np.zeros(num_rows, np.int64)  # length of the prompt
+        self.num_tokens = np.zeros(num_rows, np.int64)  # tokens generated so far
+        self.num_prompt = np.zeros(num_rows, np.int64)
         self.limits = np.zeros(num_rows, np.int64)  # maximum of num_tokens
         self._min_tokens = np.zeros(num_rows, np.int64)
         self._uniforms = np.zeros(shape, np.float32)  # random numbers for sampling, one per token
 
-    def start(self, request: Request) -> int:
-        """Put `request` into the next free row; returns the row.
+    def start(self, request: Request) -> None:
+        """Put `request` into the next free row.
 
         The random number of a token depends only on its position, the seed and, unless the request
         is standalone, its index.
@@ -113,24 +119,29 @@ class Rows:
             self.tokens[row, :length] = resumed.token_ids
             self.logprobs[row, :length] = resumed.logprobs
             self.steps[row, :length] = resumed.policy_steps
-        return row
 
-    def by_sampling(self, first_row: int) -> list[tuple[Sampling, np.ndarray | slice]]:
-        """Divide the rows from `first_row` on by sampling parameters.
-
-        Returns the parameters with the indices of their rows, counted from `first_row`.
-        """
+    def sampling_inputs(
+        self, first_row: int, vocab_size: int
+    ) -> Iterator[tuple[np.ndarray | slice, SamplingInputs]]:
+        """Divide the rows from `first_row` on, from which their indices count, by options."""
         options = self._options[first_row:]
-        if all(each is options[0] for each in options):
-            return [(options[0], slice(None))]  # no copy of the logits
-        divided: dict[int, list[int]] = {}  # id() of the parameters -> indices
+        rows = np.arange(first_row, self.count)
+        divided: dict[int, list[int]] = {}  # id() of the options -> indices
         for index, each in enumerate(options):
             divided.setdefault(id(each), []).append(index)
-        return [(options[part[0]], np.array(part)) for part in divided.values()]
-
-    def next_uniforms(self, rows: np.ndarray) -> np.ndarray:
-        """A random number in [0, 1) for the next token of each of `rows`."""
-        return self._uniforms[rows, self.num_tokens[rows]]
+        for indices in divided.values():
+            # A slice makes no copy of the logits.
+            part = slice(None) if len(divided) == 1 else np.array(indices)
+            sampling = options[indices[0]]
+            yield (
+                part,
+                SamplingInputs(
+                    sampling,
+                    self._uniforms[rows[part], self.num_tokens[rows[part]]],
+                    self._seen_tokens(rows[part], sampling, vocab_size),
+                    self._banned_tokens(rows[part], vocab_size),
+                ),
+            )
 
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, *, step: int
@@ -151,10 +162,9 @@ class Rows:
             if (sampled := self.requests[row].sampled) is not None:
                 sampled.append(SampledToken(int(tokens[index]), float(logprobs[index]), step))
 
-    def seen_tokens(
+    def _seen_tokens(
         self, rows: np.ndarray, sampling: Sampling, vocab_size: int
     ) -> BoolArray | None:
-        """[n, V], True: the repetition penalty applies; None if `sampling` has none."""
         if sampling.repetition_penalty == 1:
             return None
         seen = np.zeros((len(rows), vocab_size), np.bool_)
@@ -163,8 +173,8 @@ class Rows:
             seen[index, self.tokens[row, : self.num_tokens[row]]] = True
         return seen
 
-    def banned_tokens(self, rows: np.ndarray, vocab_size: int) -> BoolArray | None:
-        """[n, V], True for end tokens in rows below min_tokens; None without such rows."""
+    def _banned_tokens(self, rows: np.ndarray, vocab_size: int) -> BoolArray | None:
+        """End tokens are banned in rows below min_tokens."""
         is_short = self.num_tokens[rows] < self._min_tokens[rows]
         if not is_short.any():
             return None
@@ -178,17 +188,12 @@ class Rows:
         return self.tokens[np.arange(self.count), last], self.num_prompt[: self.count] + last
 
     def ended(self) -> list[int]:
-        """Rows whose completion has ended, in descending order.
-
-        `remove` moves the last row into the place of a removed one; in this order, that one still
-        runs.
-        """
+        """Rows whose completion has ended, in descending order, so that each can be removed."""
         tokens, _ = self.newest()
         ended = (tokens[:, None] == self._end_ids).any(1)
         ended |= (self.num_tokens == self.limits)[: self.count]
-        for row, request in enumerate(self.requests):
-            if request.sampling.stop:
-                ended[row] |= self._has_stopped(row)
+        for row in range(self.count):
+            ended[row] |= self._has_stopped(row)
         return np.flatnonzero(ended)[::-1].tolist()
 
     def _has_stopped(self, row: int) -> bool:
@@ -233,8 +238,8 @@ class Rows:
         found = [row for row, request in enumerate(self.requests) if request.index in ids]
         return found[::-1]
 
-    def remove(self, row: int) -> int:
-        """Remove `row`, move the last running row there, return that row's old index."""
+    def remove(self, row: int) -> None:
+        """Remove `row` by moving the last running row there."""
         self.count -= 1
         last = self.count
         tables = self.tokens, self.logprobs, self.steps, self._uniforms
@@ -245,7 +250,6 @@ class Rows:
         self._options[row] = self._options[last]
         self.requests.pop()
         self._options.pop()
-        return last
 
     def clear(self) -> None:
         self.count = 0

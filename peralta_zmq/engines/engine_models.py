@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_device(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype of an engine; logs them. Raises ConfigError."""
     device = models.choose_device(settings.device)
     dtype, reason = models.choose_dtype(device, settings.dtype)
     logger.debug("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
@@ -49,11 +48,7 @@ def open_files(folder: Path, settings: EngineSettings) -> ModelFiles:
 def open_model(
     folder: Path, settings: EngineSettings
 ) -> tuple[models.Model, models.Tokenizer, AdapterMerger]:
-    """The model, its tokenizer and a merger of its adapters; logs device and dtype.
-
-    Raises StoreError for files that cannot be loaded, and ConfigError for untrusted code or an
-    unusable device.
-    """
+    """The model, its tokenizer and a merger of its adapters; raises as `open_files`."""
     device, dtype = chosen_device(settings)
     models.limit_memory(device, settings.gpu_memory_utilization)
     trust = {"trust_remote_code": settings.trust_remote_code}
@@ -62,7 +57,7 @@ def open_model(
         model = models.load_model(folder, device=device, dtype=dtype, **trust)
         tokenizer = models.load_tokenizer(folder, **trust)
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()  # of the file, which transformers maps
+        tensor.data = tensor.data.clone()  # transformers maps the file
     assert model.generation_config is not None
     model.generation_config.eos_token_id = models.folder_end_ids(folder, tokenizer)
     names = frozenset(models.weights_of(model))
@@ -76,7 +71,7 @@ def open_model(
 
 
 def merger_of_files(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> AdapterMerger:
-    """A merger that reads the base weights from the files of `folder`, for an engine of `dtype`."""
+    """A merger that reads the base weights from the files of `folder`."""
 
     def load_base(base_dtype: str) -> BaseWeights:
         if base_dtype in PACKED_FORMATS:
@@ -118,8 +113,8 @@ class AdapterMerger:
         self._load_base: Callable[[str], BaseWeights] = load_base
         self._dtype = dtype
         self._base: BaseWeights | None = None
+        self._base_dtype = ""  # the format of `_base`
         self._noise: dict[str, Tensor] = {}  # rounding noise by base weight with an adapter
-        self._base_dtype = ""  # format of `_base`
 
     def weights_of(self, update: WeightUpdate) -> Mapping[str, Tensor]:
         """All weights of the model after the update; merged ones are computed when read.

@@ -1,9 +1,9 @@
 """Sampler: groups of completions for problems, over one engine, with turns.
 
 An episode is one completion of a group: one turn (a request and its completion), or several if the
-task replies. The reply is computed in the background while the engine samples on, and inserted as
-tokens in the form of the chat template. Sampled tokens are never tokenized again. An episode ends
-when the task has no reply, after `max_turns` turns, or when the context of the engine is full.
+task replies. Replies are computed in the background, and inserted as tokens in the form of the chat
+template. Sampled tokens are never tokenized again. An episode ends when the task has no reply,
+after `max_turns` turns, or when the context of the engine is full.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from peralta_zmq.rollout import (
     Sampling,
 )
 
-WAIT_SECONDS = 0.001  # for a reply, while the engine has no request
-# Distance between the indices of two turns of an episode. The random numbers of a completion depend
-# on its index, so that the turns need different ones.
+# Distance between the indices of two turns, so that they have different random numbers.
 TURN_STRIDE = 1 << 40
 
 
@@ -85,12 +83,12 @@ class Sampler:
         self._tokenizer = tokenizer
         self._max_turns = max_turns
         self._num_started = 0  # episodes of groups
-        self._num_alone = 0  # of single completions, whose indices are negative
-        self._groups: list[Group] = []  # in flight
-        self._ended: list[Group] = []  # not returned yet
-        self._queue: deque[Episode] = deque()  # whose request the engine does not have yet
-        self._sampled: dict[int, Episode] = {}  # by index of the request that the engine has
-        self._answered: list[Episode] = []  # whose reply is computed
+        self._num_alone = 0  # single completions, whose indices are negative
+        self._groups: list[Group] = []  # groups in flight
+        self._ended: list[Group] = []  # groups that `advance` has not returned yet
+        self._queue: deque[Episode] = deque()  # episodes that wait for the engine
+        self._sampled: dict[int, Episode] = {}  # episodes in the engine by index of the request
+        self._answered: list[Episode] = []  # episodes whose reply is computed
         self.num_resumed = 0  # completions that were resumed so far, after some tokens
 
     @property
@@ -145,7 +143,7 @@ class Sampler:
     def advance(self) -> list[Group]:
         """Take a decode step of the engine; returns the groups that have ended.
 
-        If only replies are missing, waits up to WAIT_SECONDS for one. After an EngineError or
+        If only replies are missing, waits up to a millisecond for one. After an EngineError or
         EngineProcessError, the groups in flight must be dropped or interrupted.
         """
         self._receive_replies()
@@ -155,19 +153,15 @@ class Sampler:
                 self._end_turn(self._sampled.pop(completion.index), completion)
         elif self._answered and not self._ended:
             replies = [episode.reply for episode in self._answered if episode.reply is not None]
-            wait(replies, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
+            wait(replies, timeout=0.001, return_when=FIRST_COMPLETED)
         ended = self._ended
         self._ended = []
         return ended
 
     def interrupt(self, groups: Collection[Group]) -> None:
         """Take groups out of the engine; they keep the tokens sampled so far."""
-        for group in groups:
-            group.is_interrupted = True
-        for completion in self._leave_engine():
-            episode = self._sampled[completion.index]
+        for episode, completion in self._take_out(groups):
             episode.request = replace(episode.request, resumes=completion)
-        self._forget_interrupted()
 
     def resume(self, groups: Collection[Group]) -> None:
         """Sample interrupted groups on, before those that wait."""
@@ -180,25 +174,25 @@ class Sampler:
     def drop(self, groups: Collection[Group]) -> None:
         """End groups without a result; cancels the replies that are computed."""
         for group in groups:
-            group.is_interrupted = True
             for episode in group.episodes:
                 if episode.reply is not None:
                     episode.reply.cancel()
-        self._leave_engine()
-        self._forget_interrupted()
+        self._take_out(groups)
         self._groups = [group for group in self._groups if group not in groups]
         self._ended = [group for group in self._ended if group not in groups]
         self._answered = [each for each in self._answered if each.group not in groups]
 
-    def _leave_engine(self) -> list[Completion]:
-        indices = [index for index, each in self._sampled.items() if each.group.is_interrupted]
-        return self._engine.drop(indices) if indices else []
-
-    def _forget_interrupted(self) -> None:
+    def _take_out(self, groups: Collection[Group]) -> list[tuple[Episode, Completion]]:
+        """Take groups out of the queue and the engine; returns what the engine has sampled."""
+        for group in groups:
+            group.is_interrupted = True
         self._queue = deque(each for each in self._queue if not each.group.is_interrupted)
-        self._sampled = {
-            index: each for index, each in self._sampled.items() if not each.group.is_interrupted
-        }
+        ended = [index for index, each in self._sampled.items() if each.group.is_interrupted]
+        partial = self._engine.drop(ended) if ended else []
+        sampled = [(self._sampled[completion.index], completion) for completion in partial]
+        for index in ended:
+            del self._sampled[index]
+        return sampled
 
     def _submit(self) -> None:
         requests: list[Request] = []

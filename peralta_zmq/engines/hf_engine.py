@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import Rows
+from peralta_zmq.engines.completion_rows import Rows, SamplingInputs
 from peralta_zmq.engines.engine_models import AdapterMerger, open_model
 from peralta_zmq.engines.native.token_sampler import sample_rows
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings
-from peralta_zmq.rollout import BoolArray, Request, Sampling
+from peralta_zmq.rollout import Request
 
 # Names of a cache in the inputs and outputs of transformers' models; the second is Mamba's.
 CACHES = ("past_key_values", "cache_params")
@@ -40,7 +40,6 @@ class HfEngine:
     def open_live(
         model: models.Model, tokenizer: models.Tokenizer, settings: EngineSettings
     ) -> RowEngine:
-        """Open a model that a trainer updates; `advance` uses the current weights."""
         return hf_engine(model, tokenizer, settings)
 
 
@@ -52,7 +51,6 @@ def hf_engine(
     step: int = 0,
     merger: AdapterMerger | None = None,
 ) -> RowEngine:
-    """An engine with `settings.slots` rows of at most `settings.max_model_len` tokens."""
     check_length(model.config, settings.max_model_len)
     length = min(settings.max_model_len, models.max_positions(model))
     end_ids = models.end_token_ids(model.generation_config, tokenizer)
@@ -82,8 +80,10 @@ class HfRows:
         if first_row:
             return [], None
         prefixes = [torch.from_numpy(request.prefix_ids).long() for request in requests]
-        self._ids = _padded(prefixes).to(self._model.device)
-        self._is_token = _padded(list(map(torch.ones_like, prefixes))).to(self._model.device)
+        self._ids, self._is_token = (
+            pad_sequence(rows, batch_first=True, padding_side="left").to(self._model.device)
+            for rows in (prefixes, [torch.ones_like(prefix) for prefix in prefixes])
+        )
         self._entries = np.arange(len(requests))
         self._cache = {}
         return list(requests), self._logits()
@@ -121,16 +121,9 @@ class HfRows:
         return output.logits[:, -1].float()
 
     def sample(
-        self,
-        logits: Tensor,
-        part: np.ndarray | slice,
-        sampling: Sampling,
-        uniforms: np.ndarray,
-        *,
-        seen: BoolArray | None,
-        banned: BoolArray | None,
+        self, logits: Tensor, part: np.ndarray | slice, inputs: SamplingInputs
     ) -> tuple[np.ndarray, np.ndarray]:
-        return sample_rows(logits[part], sampling, uniforms, seen=seen, banned=banned)
+        return sample_rows(logits[part], inputs)
 
     def keep(self, request: Request, row: int, length: int) -> None:
         """Turns are not kept."""
@@ -144,8 +137,3 @@ class HfRows:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         models.apply_weights(self._model, weights)
-
-
-def _padded(rows: list[Tensor]) -> Tensor:
-    """Rows of different lengths with zeros on the left, [B, longest]."""
-    return pad_sequence(rows, batch_first=True, padding_side="left")

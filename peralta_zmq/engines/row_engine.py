@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from peralta_zmq.engines.completion_rows import Rows
+from peralta_zmq.engines.completion_rows import Rows, SamplingInputs
 from peralta_zmq.engines.engine_models import AdapterMerger
 from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.rollout import BoolArray, Completion, Request, Sampling
+from peralta_zmq.rollout import Completion, Request
 
 
 class RowDecoder(Protocol):
@@ -37,14 +37,7 @@ class RowDecoder(Protocol):
         ...
 
     def sample(
-        self,
-        logits: Any,
-        part: np.ndarray | slice,
-        sampling: Sampling,
-        uniforms: np.ndarray,
-        *,
-        seen: BoolArray | None,
-        banned: BoolArray | None,
+        self, logits: Any, part: np.ndarray | slice, inputs: SamplingInputs
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs sampled from the logits of `part`: see native/token_sampler.py."""
         ...
@@ -94,12 +87,11 @@ class RowEngine:
 
         Raises EngineError for logits that are not finite. An exception drops all requests.
         """
-        completions: list[Completion] = []
         if self.num_free() == self._rows.num_rows:
-            return completions
+            return []
         try:
             self._start()
-            completions += self._pop_ended()
+            completions = self._pop_ended()
             if self._rows.count or self._waiting:
                 logits = self._decoder.decode(*self._rows.newest(), self._waiting)
                 if self._rows.count:
@@ -115,7 +107,6 @@ class RowEngine:
         return completions
 
     def drop(self, ids: Collection[int]) -> list[Completion]:
-        """End requests; returns the partial completions with a token."""
         self._waiting = [request for request in self._waiting if request.index not in ids]
         rows = self._rows.find(ids)
         completions = [self._rows.completion(row, is_partial=True) for row in rows]
@@ -145,20 +136,12 @@ class RowEngine:
             self._sample(first_row, logits)
 
     def _sample(self, first_row: int, logits: Any) -> None:
-        """Sample the next token of all rows from `first_row` on; `logits` are [n, V]."""
+        """Sample the next tokens of the rows from `first_row` on; `logits` are [n, V]."""
         rows = np.arange(first_row, self._rows.count)
-        vocab_size = logits.shape[-1]
         tokens = np.empty(len(rows), np.int64)
         logprobs = np.empty(len(rows), np.float32)
-        for sampling, part in self._rows.by_sampling(first_row):
-            tokens[part], logprobs[part] = self._decoder.sample(
-                logits,
-                part,
-                sampling,
-                self._rows.next_uniforms(rows[part]),
-                seen=self._rows.seen_tokens(rows[part], sampling, vocab_size),
-                banned=self._rows.banned_tokens(rows[part], vocab_size),
-            )
+        for part, inputs in self._rows.sampling_inputs(first_row, logits.shape[-1]):
+            tokens[part], logprobs[part] = self._decoder.sample(logits, part, inputs)
         self._rows.append(rows, tokens, logprobs, step=self.step)
 
     def _pop_ended(self) -> list[Completion]:

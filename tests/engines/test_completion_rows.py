@@ -18,13 +18,13 @@ def test_moved_row_keeps_sampling_parameters_list_and_stop_string(tokenizer: Any
     own = Sampling(temperature=0.5, stop=("7",))
     rows.start(Request(0, prompt))
     rows.start(Request(1, prompt, own, sampled=sampled))
-    assert rows.remove(0) == 1  # row 1 moves to the place of row 0
+    rows.remove(0)  # row 1 moves to the place of row 0
     rows.start(Request(2, prompt))  # in row 1, where the options were
-    ((own_options, own_rows), (default, default_rows)) = sorted(
-        rows.by_sampling(0), key=lambda pair: pair[0].temperature
-    )
-    assert (own_options.temperature, default.temperature) == (0.5, 1.0)
-    assert (list(own_rows), list(default_rows)) == ([0], [1])  # type: ignore[arg-type]
+    parts = rows.sampling_inputs(0, vocab_size=64)
+    assert [(list(part), inputs.sampling.temperature) for part, inputs in parts] == [  # type: ignore[arg-type]
+        ([0], 0.5),
+        ([1], 1.0),
+    ]
     tokens, logprobs = np.array([word, word]), np.zeros(2, np.float32)
     rows.append(np.arange(2), tokens, logprobs, step=0)
     assert sampled == [(word, 0.0, 0)]

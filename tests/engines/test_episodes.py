@@ -29,7 +29,7 @@ from peralta_zmq.errors import RewardError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling, rollout_of
 
-# Longer than MIN_PREFIX in prefix_cache.py, so that its tokens are in the shared part of the cache.
+# At least 16 tokens, so that they are in the shared part of the cache.
 TURNS = Problem("1", "turns", (Message("user", "3 plus 2 plus 2 plus 2 plus 2"),), "5")
 ONE_TURN = Problem("2", "one", (Message("user", "4 plus 2"),), "6")
 SAMPLING = Sampling(max_completion_length=6, seed=3)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import GIB, Rows, check_cache_memory
+from peralta_zmq.engines.completion_rows import Rows, SamplingInputs, check_cache_memory
 from peralta_zmq.engines.engine_models import (
     chosen_device,
     loading_errors,
@@ -23,7 +23,7 @@ from peralta_zmq.engines.mlx.mlx_model import OTHERS, MlxModel, check_config
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import EngineSettings
-from peralta_zmq.rollout import BoolArray, Request, Sampling
+from peralta_zmq.rollout import Request, Sampling
 
 
 def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> RowEngine:
@@ -43,10 +43,9 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> RowEngi
     check_weights_memory(num_parameters, dtype, free_bytes(device, fraction))
     with loading_errors(folder):
         model = MlxModel(config, weights, dtype=dtype, quantize=settings.quantize)
-    # Quantized weights have another grid.
-    rounded_to = torch.float32 if settings.quantize else dtype
-    trust = settings.trust_remote_code
-    merger = merger_of_files(folder, rounded_to, trust_remote_code=trust)
+    rounded_to = torch.float32 if settings.quantize else dtype  # quantized weights: another grid
+    trust = {"trust_remote_code": settings.trust_remote_code}
+    merger = merger_of_files(folder, rounded_to, **trust)
     check_cache_memory(
         model.row_bytes(max_model_len),
         slots=settings.slots,
@@ -58,7 +57,6 @@ def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> RowEngi
 
 
 def mlx_device(device: torch.device) -> Any:
-    """MLX's name for a device of torch. Raises ConfigError for CUDA."""
     if device.type == "cuda":
         raise ConfigError(
             f"engine 'mlx' does not run on device {device}; set model.device to cpu, or {OTHERS}"
@@ -75,8 +73,8 @@ def free_bytes(device: torch.device, fraction: float | None) -> int:
 def check_weights_memory(num_parameters: int, dtype: torch.dtype, free_bytes: int) -> None:
     if (needed := num_parameters * dtype.itemsize) > free_bytes:
         raise ConfigError(
-            f"the model needs {needed / GIB:.1f} GiB for its weights in "
-            f"{str(dtype).removeprefix('torch.')}, {free_bytes / GIB:.1f} GiB are free; choose a "
+            f"the model needs {needed / 2**30:.1f} GiB for its weights in "
+            f"{str(dtype).removeprefix('torch.')}, {free_bytes / 2**30:.1f} GiB are free; choose a "
             "smaller model.name, or a machine with more memory"
         )
 
@@ -86,16 +84,16 @@ class CachedRows:
 
     def __init__(self, model: MlxModel) -> None:
         self._model = model
-        self._cache: list[Any] = []  # of each layer
+        self._cache: list[Any] = []  # mlx-lm's cache of each layer
         self._entries: list[int] = []  # entry of the cache for each row
         self._is_scattered = False  # whether rows were freed since `_compact`
 
     def start(self, requests: Sequence[Request], first_row: int) -> tuple[list[Request], Any]:
         """Compute the prompts of all requests; equal ones once."""
         prompts = {request.prefix_ids.tobytes(): request.prefix_ids for request in requests}
-        numbers = {key: number for number, key in enumerate(prompts)}
+        keys = list(prompts)
         logits, cache = self._model.prefill(list(prompts.values()))
-        prompt_of_row = mx.array([numbers[request.prefix_ids.tobytes()] for request in requests])
+        prompt_of_row = mx.array([keys.index(each.prefix_ids.tobytes()) for each in requests])
         for layer in cache:
             layer.filter(prompt_of_row)
         self._compact()
@@ -113,22 +111,10 @@ class CachedRows:
         return self._model.logits(tokens, self._cache)
 
     def sample(
-        self,
-        logits: Any,
-        part: np.ndarray | slice,
-        sampling: Sampling,
-        uniforms: np.ndarray,
-        *,
-        seen: BoolArray | None,
-        banned: BoolArray | None,
+        self, logits: Any, part: np.ndarray | slice, inputs: SamplingInputs
     ) -> tuple[np.ndarray, np.ndarray]:
-        tokens, logprobs = sample(
-            logits[part if isinstance(part, slice) else mx.array(part)],
-            sampling,
-            mx.array(uniforms),
-            seen=_array(seen),
-            banned=_array(banned),
-        )
+        indices = part if isinstance(part, slice) else mx.array(part)
+        tokens, logprobs = sample(logits[indices], inputs)
         return np.array(tokens), np.array(logprobs)
 
     def keep(self, request: Request, row: int, length: int) -> None:
@@ -145,7 +131,7 @@ class CachedRows:
         self._is_scattered = False
 
     def _compact(self) -> None:
-        """Remove the entries of freed rows from the caches, once for all rows freed together."""
+        """Remove the entries of all freed rows from the caches."""
         if not self._entries:
             self._cache = []
         elif self._is_scattered:
@@ -155,31 +141,22 @@ class CachedRows:
         self._is_scattered = False
 
 
-def _array(mask: BoolArray | None) -> Any:
-    return None if mask is None else mx.array(mask)
-
-
-def sample(
-    logits: Any,  # [n, V]
-    sampling: Sampling,
-    uniform: Any,  # [n], uniform in [0, 1)
-    *,
-    seen: Any = None,  # [n, V] bool, True: the repetition penalty applies
-    banned: Any = None,  # [n, V] bool, True: must not be sampled
-) -> tuple[Any, Any]:
-    """Sample one token for each of n rows; returns tokens [n] and logprobs [n] in float32."""
+def sample(logits: Any, inputs: SamplingInputs) -> tuple[Any, Any]:
+    """Sample tokens [n] from logits [n, V]; returns them and their logprobs [n] in float32."""
+    sampling = inputs.sampling
     logits = logits.astype(mx.float32)
     scaled = logits / (sampling.temperature or 1.0)
     adjusted = logits
-    if seen is not None:
+    if inputs.seen is not None:
         penalty = sampling.repetition_penalty
-        adjusted = mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if banned is not None:
-        adjusted = mx.where(banned, -mx.inf, adjusted)
+        penalized = mx.where(logits < 0, logits * penalty, logits / penalty)
+        adjusted = mx.where(mx.array(inputs.seen), penalized, logits)
+    if inputs.banned is not None:
+        adjusted = mx.where(mx.array(inputs.banned), -mx.inf, adjusted)
     if sampling.temperature == 0:
         tokens = mx.argmax(adjusted, axis=-1)
     else:
-        tokens = _sample_tokens(adjusted, sampling, uniform[:, None])
+        tokens = _sample_tokens(adjusted, sampling, mx.array(inputs.uniforms)[:, None])
     chosen = mx.take_along_axis(scaled, tokens[:, None], axis=-1)
     return tokens, (chosen - mx.logsumexp(scaled, axis=-1, keepdims=True))[:, 0]
 
@@ -194,8 +171,7 @@ def _sample_tokens(logits: Any, sampling: Sampling, uniform: Any) -> Any:
         probs = mx.where(mx.cumsum(probs, axis=-1) - probs >= sampling.top_p, 0, probs)
     if sampling.min_p > 0:
         probs = mx.where(probs < sampling.min_p * probs.max(-1, keepdims=True), 0, probs)
-    # Inverse transform sampling. Sums of a parallel scan may decrease by rounding, so a token also
-    # needs a probability of its own.
+    # Sums of a parallel scan may decrease by rounding, so a token also needs a probability.
     cumulated = mx.cumsum(probs, axis=-1)
     is_above = (cumulated > uniform * cumulated[:, -1:]) & (probs > 0)
     index = mx.argmax(mx.where(is_above.any(-1, keepdims=True), is_above, probs), axis=-1)

@@ -19,10 +19,8 @@ from mlx_lm.utils import MODEL_REMAPPING, _get_classes  # pyright: ignore
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
 
-OTHERS = "set engine.name to native or hf"  # which can do what is refused here
-UNBATCHED = ("gemma2",)  # its attention applies the mask of one completion to another
+OTHERS = "set engine.name to native or hf"
 GROUP_SIZE = 64  # weights that share a scale when quantized
-PREFILL_TOKENS = 2048  # positions of all prompts computed at once
 
 
 def check_config(config: Mapping[str, Any], *, max_model_len: int) -> None:
@@ -30,7 +28,7 @@ def check_config(config: Mapping[str, Any], *, max_model_len: int) -> None:
     family = config.get("model_type")
     if not supports(config):
         raise ConfigError(f"engine 'mlx' has no model '{family}' in mlx-lm; {OTHERS}")
-    if family in UNBATCHED:
+    if family == "gemma2":  # its attention applies the mask of one completion to another
         raise ConfigError(f"engine 'mlx': mlx-lm's {family} cannot batch completions; {OTHERS}")
     if "auto_map" in config:
         raise ConfigError(f"engine 'mlx' does not run custom Python code of a model; {OTHERS}")
@@ -54,7 +52,7 @@ def supports(config: Mapping[str, Any]) -> bool:
 class MlxModel:
     """mlx-lm's model for a config.json with the weights of a folder, in `dtype`.
 
-    `quantize` is the number of bits of quantized weights. Raises ValueError for other weights.
+    `quantize` is the number of bits of quantized weights. Raises ValueError for foreign weights.
     """
 
     def __init__(
@@ -74,8 +72,8 @@ class MlxModel:
 
             nn.quantize(self._model, GROUP_SIZE, quantize, class_predicate=is_quantizable)
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
-        # Some families rename, transpose or stack tensors, which must be repeated for each version.
-        # For all others `sanitize` is called once: in some it fails when it is called again.
+        # `sanitize` renames, transposes or stacks the tensors of some families, for each version.
+        # For all others it is called once: in some it fails when it is called again.
         arrays = self._arrays(weights)
         sanitized = self._sanitized(arrays)
         self._names = [name for name in sanitized if sanitized[name] is arrays.get(name)]
@@ -106,7 +104,7 @@ class MlxModel:
                 padded[row, : lengths[row]] = prompt[:-1]
             for each in cache:
                 each.prepare(lengths=lengths.tolist(), right_padding=padding.tolist())
-            width = max(1, PREFILL_TOKENS // len(prompts))
+            width = max(1, 2048 // len(prompts))  # limits the memory of a forward pass
             for start in range(0, longest, width):
                 self._model(mx.array(padded[:, start : start + width]), cache=cache)
                 mx.eval([each.state for each in cache])
@@ -137,7 +135,7 @@ class MlxModel:
 
 
 def _new_model(config: Mapping[str, Any]) -> Any:
-    """A model without memory for its weights, because MLX computes random weights on demand."""
+    """A model whose random weights take no memory, because MLX computes on demand."""
     config = {**config, **_mlx_settings(config)}
     model_class, settings_class = _get_classes(config)
     model = model_class(settings_class.from_dict(config))
@@ -146,10 +144,9 @@ def _new_model(config: Mapping[str, Any]) -> Any:
 
 
 def _mlx_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a config.json of transformers 5 under the names that mlx-lm reads.
+    """Settings that transformers 5 nests in `rope_parameters`, under the names of mlx-lm.
 
-    transformers 5 nests those of rotary embeddings in `rope_parameters`, by layer type if these
-    differ; many of mlx-lm's models would use their defaults instead.
+    Without them, many of mlx-lm's models would use their defaults.
     """
     rope = config.get("rope_parameters") or {}
     settings: dict[str, Any] = {}

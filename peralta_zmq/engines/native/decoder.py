@@ -1,8 +1,7 @@
 """Forward pass of a Hugging Face decoder model over the engine's KV cache.
 
-Llama, Qwen2 and Qwen3 models run through `decoder_forward`, which has fewer and larger operations
-than transformers' code, in which Python takes a third of a small model's decode step. The other
-families run transformers' code with this module's attention.
+Llama, Qwen2 and Qwen3 run through `decoder_forward`, which has fewer and larger operations than
+transformers' code. The other families run transformers' code with this module's attention.
 
 Letters in shapes: n rows, S new tokens per row, T new tokens of all rows, P positions of the shared
 part of the KV cache, W positions of a row's own part, H key heads, D head_dim, V vocabulary.
@@ -50,9 +49,8 @@ class Decoder:
     """A model and the KV cache of `num_rows` sequences of at most `capacity` tokens.
 
     The weights are packed unless a trainer owns and updates them (`live`). `max_scores` is the
-    number of new tokens of a row times positions up to which attention in C, which computes one
-    query at a time, is faster than matmuls. `in_one_call`: compute all layers in one call of C if
-    possible. `capture` records CUDA graphs; None if the device has none.
+    number of new tokens of a row times positions up to which attention in C is faster than matmuls.
+    `in_one_call`: compute all layers in one call of C if possible.
     """
 
     def __init__(
@@ -85,7 +83,11 @@ class Decoder:
         self.weights = ModelWeights(model, pack=not live)
         # Cosines and sines [capacity, D] of all positions; transformers' code computes its own.
         is_llama = config.model_type in LLAMA_FAMILIES
-        self._rotary_table = _rotary(model, self._positions) if is_llama else None
+        self._rotary_table: Sequence[Tensor] = ()
+        if is_llama:
+            dtype_and_device = torch.empty(0, dtype=self.dtype, device=self.device)
+            rotary = self._model.model.rotary_emb(dtype_and_device, self._positions[None])
+            self._rotary_table = [table[0] for table in rotary]
         self.library = _library_for(model)  # C kernels, or None
         self._compiled_layers = None
         if in_one_call and self.library is not None and can_compile(self._model.model):
@@ -94,15 +96,12 @@ class Decoder:
         self._graphs = GraphCache(capture, model.device) if capture and is_llama else None
 
     def hidden_states(self, batches: Sequence[NewTokens]) -> list[Tensor]:
-        """Last hidden states [n, S, hidden_size] of each of `batches`, added to the KV cache.
-
-        If the C kernels compute all batches, the weights are read once for all.
-        """
+        """Last hidden states [n, S, hidden_size] of each of `batches`, added to the KV cache."""
         for ids, positions, first_row in batches:
             start, end = self._spans(first_row, len(ids))
             self.cache.widen(int((positions - (end - start)).max()) + 1)
         if self.library is not None and all(self._is_short(ids.shape[1]) for ids, _, _ in batches):
-            return self._forward_by_kernels(self.library, batches)
+            return self._forward_by_kernels(self.library, batches)  # reads the weights once
         if len(batches) > 1:
             # Cloned, because the result of a graph is valid until the next one runs.
             return [hidden.clone() for batch in batches for hidden in self.hidden_states([batch])]
@@ -140,10 +139,9 @@ class Decoder:
             arrays = tokens, positions, rows, positions - (end - start), start, end
             inputs.append(np.stack(np.broadcast_arrays(*arrays)).reshape(6, -1))
         flat = torch.from_numpy(np.concatenate(inputs, 1))  # [6, T]
-        ids = flat[0]
-        positions = flat[1]
-        places = flat[2:]
-        ops = CompiledLayerOps(library, self.cache, rotary=self._rotary(positions), places=places)
+        ids, positions = flat[:2]
+        rotary = self._rotary(positions)
+        ops = CompiledLayerOps(library, self.cache, rotary=rotary, places=flat[2:])
         model = self._model.model
         if self._compiled_layers is None:
             hidden = decoder_forward(model, ids, ops)
@@ -162,7 +160,7 @@ class Decoder:
         start: Tensor,  # [n, 1], start of the row's span in the shared part
         end: Tensor,  # [n, 1], end of the row's span, excluded
     ) -> Tensor:
-        """Hidden states [n, S, hidden_size] by torch's operators; all arguments on the device."""
+        """Hidden states [n, S, hidden_size] by torch's operators."""
         columns = positions - (end - start)  # [n, S], positions in the row's own part
         masks: Any = self._masks(columns, start, end)
         if self._config.model_type in LLAMA_FAMILIES:
@@ -186,8 +184,8 @@ class Decoder:
             self._config._attn_implementation = previous
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._rotary_table is not None
-        return self._rotary_table[0][positions], self._rotary_table[1][positions]
+        cosines, sines = self._rotary_table
+        return cosines[positions], sines[positions]
 
     def _is_short(self, num_new: int) -> bool:
         """Whether attention in C is faster for `num_new` new tokens per row."""
@@ -195,11 +193,7 @@ class Decoder:
         return num_new == 1 or num_new * num_positions <= self._max_scores
 
     def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
-        """Additive masks (0 or -inf), [n, 1, S, P + W], by layer type.
-
-        A token attends to its row's span of the shared part, and to its row's own part up to
-        itself.
-        """
+        """Additive masks (0 or -inf), [n, 1, S, P + W], by layer type."""
         shared = self._positions[: self.cache.shared[0][0].shape[1]]  # [P]
         own = self._positions[: self.cache.width]  # [W]
         outside_span = (shared < start) | (shared >= end)  # [n, P]
@@ -216,13 +210,6 @@ class Decoder:
     def _additive_mask(self, masked: Tensor) -> Tensor:
         zeros = torch.zeros(masked.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(masked, float("-inf"))[:, None]
-
-
-def _rotary(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    dtype_and_device = torch.empty(0, dtype=model.dtype, device=model.device)
-    rotary = model.model.rotary_emb(dtype_and_device, positions.reshape(1, -1))
-    cosines, sines = (each.view(*positions.shape, -1) for each in rotary)
-    return cosines, sines
 
 
 def _library_for(model: Any) -> ctypes.CDLL | None:
@@ -323,10 +310,10 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Grouped-query attention of the new tokens to the shared part and the own parts.
+    """Grouped-query attention of the new tokens; the signature is transformers'.
 
     The query heads of a key head are stacked along the token dimension, so that keys need not be
-    repeated. The signature is transformers'.
+    repeated.
     """
     n, heads, num_new, head_dim = query.shape
     group_size = heads // key.own.shape[1]  # query heads per key head
@@ -355,8 +342,8 @@ def attention_in_parts(
     """Attention with separate matmuls for the shared part and the own parts.
 
     One matmul reads the shared part for all rows. For one new token per row, this takes half the
-    time of `scaled_dot_product_attention` on a CPU. On mps, that function was wrong for masks that
-    are broadcast over heads (pytorch pull 184180).
+    time of torch's attention on a CPU, which on mps was wrong for masks that are broadcast over
+    heads (pytorch pull 184180).
     """
     n, num_heads, num_queries, head_dim = query.shape
     num_shared = key.shared.shape[1]

@@ -37,8 +37,8 @@ class GraphCache:
         """Return `forward(inputs)`, from a graph if possible; valid until the next call.
 
         Functions with the same key must do the same operations on tensors of equal shapes, and read
-        no number back to the host. The first call with a key runs `forward`; the second captures a
-        graph, for which `forward` runs twice. A new `layout` drops all graphs.
+        no number back to the host. The first call with a key runs `forward`, the second captures a
+        graph. A new `layout` drops all graphs.
         """
         if layout != self._layout:
             self._layout = layout
@@ -56,15 +56,11 @@ class GraphCache:
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """The capture function of a device; None if it does not support graphs.
-
-    All graphs share one stream and one memory pool, because the result of a replay is not read
-    after the next replay.
-    """
+    """The capture function of a device; None if it does not support graphs."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)
-    pool = torch.cuda.graph_pool_handle()
+    pool = torch.cuda.graph_pool_handle()  # for all graphs: a result is read before the next one
 
     def capture(forward: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -1,9 +1,8 @@
 """KV cache: keys and values of every row.
 
 Each row caches one sequence. A prefix that several rows have in common is stored once, in the
-shared part, allocated again for each new prefix; the row's own part holds the rest and starts at
-column 0. Rows are only as wide as the longest own part needs, so that they are contiguous, which
-CPU matmuls need; when the width grows, they are moved.
+shared part; the row's own part holds the rest and starts at column 0. Rows are only as wide as the
+longest own part needs, so that they are contiguous, which CPU matmuls need.
 
 Letters in shapes: n rows, H key heads, P positions of the shared part, W width of a row in columns
 (one per token), D head_dim, S new tokens per row.
@@ -21,11 +20,9 @@ from torch import Tensor
 from peralta_zmq import models
 from peralta_zmq.engines.completion_rows import check_cache_memory
 
-WIDTH_STEP = 32  # columns by which rows grow
-
 
 class Span(NamedTuple):
-    """The range of the shared part that belongs to a row's sequence, `end` excluded."""
+    """The range of the shared part that a row's sequence begins with, `end` excluded."""
 
     start: int
     end: int
@@ -38,8 +35,7 @@ class KVCache:
     """Keys and values of `num_rows` sequences of at most `capacity` tokens.
 
     `layers[i]` is the pair (keys, values) of layer i for the own parts, [n, H, W, D]; `shared[i]`
-    for the shared part, [H, P, D]. `layout` changes whenever these tensors move in memory. `spans`
-    has the Span of each row.
+    for the shared part, [H, P, D]. `layout` changes whenever these tensors move in memory.
     """
 
     def __init__(
@@ -62,12 +58,8 @@ class KVCache:
         self.clear()
 
     def widen(self, length: int) -> None:
-        """Make rows wide enough for `length` own tokens; new columns are zero.
-
-        Raises ValueError if `length` exceeds the capacity.
-        """
-        if length > self.capacity:
-            raise ValueError(f"{length} tokens in a row of {self.capacity}")
+        """Make rows wide enough for `length` own tokens; new columns are zero."""
+        assert length <= self.capacity, (length, self.capacity)
         if length <= self.width:
             return
         old_layers = self.layers
@@ -82,8 +74,7 @@ class KVCache:
     def clear(self) -> None:
         """Make all keys and values zero, and empty the shared part.
 
-        Needed after non-finite values: a later sequence would multiply them by the probability 0 of
-        a masked position, and 0 * inf is NaN.
+        Needed after non-finite values: a masked position has the probability 0, and 0 * inf is NaN.
         """
         self._set_width(0)
         self._own.zero_()
@@ -97,11 +88,10 @@ class KVCache:
         self.spans = np.zeros((num_rows, 2), np.int64)  # a Span for each row
 
     def share(self, row: int, length: int) -> Span:
-        """Copy the first `length` tokens of `row` to the end of the shared part.
+        """Copy the first `length` tokens of `row`, without a span, to the end of the shared part.
 
-        Returns their Span. The span of `row` must be empty; the caller assigns the new Span to
-        rows. Also removes ranges that no row uses, and shifts the spans of the rows. Returns
-        EMPTY_SPAN, with nothing changed, if the shared part would exceed the capacity.
+        Returns their Span, which the caller assigns to rows; EMPTY_SPAN, with nothing changed, if
+        the shared part would exceed the capacity. Also removes ranges that no row uses.
         """
         # Rows with the same start read one shared prefix, some of them only its beginning. Spans
         # with different starts do not overlap.
@@ -131,7 +121,6 @@ class KVCache:
         return Span(total, total + length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy a sequence of `length` tokens from row `source` to row `target`."""
         start, end = self.spans[source]
         self.spans[target] = start, end
         own_length = length - (end - start)
@@ -154,7 +143,8 @@ class KVCache:
         """Set the width of the rows to at least `length`; their content becomes invalid."""
         self.layout += 1
         num_rows, num_heads, head_dim = self._shape
-        self.width = min(self.capacity, -(-max(length, 1) // WIDTH_STEP) * WIDTH_STEP)
+        # Multiples of 32, so that rows seldom grow.
+        self.width = min(self.capacity, -(-max(length, 1) // 32) * 32)
         shape = (num_rows, num_heads, self.width, head_dim)
         # The own parts as a view of the memory: [layers, 2 (keys and values), n, H, W, D].
         self._own = self._memory[:, :, : math.prod(shape)].unflatten(2, shape)
@@ -169,10 +159,10 @@ class Part(NamedTuple):
 
 
 class RowWindow:
-    """Consecutive rows of the cache, in place of transformers' `Cache`.
+    """The rows from `first_row` on, in place of transformers' `Cache`.
 
-    `update` returns Parts, which only the native decoder's attention can use. `columns` [n, S] are
-    the columns of the new tokens in the n rows from `first_row` on.
+    `columns` [n, S] are the columns of the new tokens. Only the native decoder's attention can use
+    the Parts that `update` returns.
     """
 
     def __init__(self, cache: KVCache, first_row: int, columns: Tensor) -> None:
@@ -183,7 +173,7 @@ class RowWindow:
         self._columns = columns
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Part, Part]:
-        """Write keys and values [n, H, S, D] of new tokens; returns those of all tokens."""
+        """Write keys and values [n, H, S, D] of new tokens; returns all keys and values."""
         own_keys, own_values = self._cache.layers[layer]
         own_keys[self._rows, :, self._columns] = keys.transpose(1, 2)
         own_values[self._rows, :, self._columns] = values.transpose(1, 2)
@@ -194,7 +184,7 @@ class RowWindow:
         )
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Required by transformers; not used, because the decoder passes all positions."""
+        """Required by transformers, but not used: the decoder passes all positions."""
         return 0
 
 
@@ -220,8 +210,7 @@ def check_memory(
     """Raise ConfigError if the keys and values do not fit into the free memory.
 
     `rows_per_slot` is above 1 if ended turns are kept; `extra_rows` are for prompts and the shared
-    part. Not counted: logits, and packing of weights (one more matrix at a time, and a second copy
-    of a tied head).
+    part. Logits and the packing of weights are not counted.
     """
     row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
     check_cache_memory(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import Rows
+from peralta_zmq.engines.completion_rows import Rows, SamplingInputs
 from peralta_zmq.engines.engine_models import AdapterMerger, open_model
 from peralta_zmq.engines.hf_engine import hf_engine
 from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
@@ -26,39 +26,25 @@ from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION, TurnCache
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings
-from peralta_zmq.rollout import BoolArray, Request, Sampling
+from peralta_zmq.rollout import Request
 
 logger = logging.getLogger(__name__)
 
 
 class NativeEngine:
-    """Opens native engines; implements registry.LiveEngineFactory.
-
-    For an architecture that the decoder does not support, it opens engine hf.
-    """
+    """Opens native engines; implements registry.LiveEngineFactory."""
 
     @staticmethod
     def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> RowEngine:
         model, tokenizer, merger = open_model(folder, settings)
-        if _is_supported(model):
-            return native_engine(model, tokenizer, settings, step=step, merger=merger)
-        return hf_engine(model, tokenizer, settings, step=step, merger=merger)
+        return native_engine(model, tokenizer, settings, step=step, merger=merger)
 
     @staticmethod
     def open_live(
         model: models.Model, tokenizer: models.Tokenizer, settings: EngineSettings
     ) -> RowEngine:
         """Open a model that a trainer updates, without a second copy of its weights."""
-        if _is_supported(model):
-            return native_engine(model, tokenizer, settings, live=True)
-        return hf_engine(model, tokenizer, settings)
-
-
-def _is_supported(model: models.Model) -> bool:
-    family = cast(Any, model.config).model_type
-    if family not in FAMILIES:
-        logger.info("engine native does not support %s; using transformers' code", family)
-    return family in FAMILIES
+        return native_engine(model, tokenizer, settings, live=True)
 
 
 def native_engine(
@@ -70,12 +56,15 @@ def native_engine(
     live: bool = False,
     merger: AdapterMerger | None = None,
 ) -> RowEngine:
-    """An engine with `settings.slots` rows of at most `settings.max_model_len` tokens.
+    """A native engine, or engine hf for an architecture that the decoder does not support.
 
-    If `live`, a trainer owns and updates the model, so its weights are not packed (see
-    packed_linears.py). Raises ConfigError if the keys and values do not fit into memory, or into
-    what this process has left of `settings.gpu_memory_utilization` of it.
+    If `live`, a trainer owns and updates the model, so its weights are not packed. Raises
+    ConfigError if the keys and values do not fit into the free memory.
     """
+    family = cast(Any, model.config).model_type
+    if family not in FAMILIES:
+        logger.info("engine native does not support %s; using transformers' code", family)
+        return hf_engine(model, tokenizer, settings, step=step, merger=merger)
     check_length(model.config, settings.max_model_len)
     length = min(settings.max_model_len, models.max_positions(model))
     fraction = KEPT_FRACTION if settings.keeps_turns else 0.0
@@ -113,6 +102,7 @@ class CachedRows:
         self.invalidate()
 
     def invalidate(self) -> None:
+        """Drop the keys and values of prompts and turns."""
         self._prefix_cache.invalidate()
         self._turn_cache.clear()
 
@@ -156,19 +146,9 @@ class CachedRows:
         return self._decoder.logits(hidden[:, -1])
 
     def sample(
-        self,
-        logits: Tensor,
-        part: np.ndarray | slice,
-        sampling: Sampling,
-        uniforms: np.ndarray,
-        *,
-        seen: BoolArray | None,
-        banned: BoolArray | None,
+        self, logits: Tensor, part: np.ndarray | slice, inputs: SamplingInputs
     ) -> tuple[np.ndarray, np.ndarray]:
-        library = self._decoder.library
-        return sample_rows(
-            logits[part], sampling, uniforms, seen=seen, banned=banned, library=library
-        )
+        return sample_rows(logits[part], inputs, library=self._decoder.library)
 
     def keep(self, request: Request, row: int, length: int) -> None:
         self._turn_cache.keep(request, row, length)
@@ -179,7 +159,6 @@ class CachedRows:
         self._decoder.cache.spans[last] = EMPTY_SPAN  # the free row uses no shared prefix
 
     def reset(self, *, is_damaged: bool = False) -> None:
-        """Prompts and turns are kept, unless they are damaged."""
         self._prefix_cache.allow_replacement()
         if is_damaged:
             self._decoder.cache.clear()

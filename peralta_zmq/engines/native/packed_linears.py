@@ -22,7 +22,7 @@ FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class FusedLinear:
     """Linear layers with the same input, stored as one packed weight, which multiplies faster.
 
-    The names of weights and biases are those in the model: one bias per layer, or none at all.
+    Weights and biases are named as in the model: one bias per layer, or none at all.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class FusedLinear:
     ) -> None:
         self._weight_names = weight_names
         self._bias_names = bias_names
-        self._sizes = [linear.out_features for linear in linears]  # number of outputs by layer
+        self._sizes = [linear.out_features for linear in linears]
         self._dtype = linears[0].weight.dtype
-        self._input: Tensor | None = None  # its outputs are in `_outputs`
-        self._outputs: tuple[Tensor, ...] = ()  # by layer; not used if `_input` is None
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()  # outputs of the layers for `_input`
         self.packed = pack(self._concatenated([linear.weight for linear in linears]))
         biases = _biases_of(linears)
         # Cloned: `_concatenated` does not copy a single bias, and `load` overwrites this one.
@@ -51,8 +51,7 @@ class FusedLinear:
     def output(self, index: int, rows: Tensor) -> Tensor:
         """The output [..., out] of layer `index` for the input `rows` [..., in].
 
-        The first call for an input computes the outputs of all layers, the call for the last layer
-        frees them: read them in the order of the layers.
+        The first call for an input computes all layers; the call for the last layer frees them.
         """
         if len(self._sizes) == 1:
             return self.packed.multiply(rows, self.bias)
@@ -82,10 +81,7 @@ class PackedLinear(nn.Module):
 
 
 class ModelWeights:
-    """The weights of a model by name; `apply` replaces them with new values.
-
-    If `pack` and if this machine supports it, the linear layers of the model are packed.
-    """
+    """The weights of a model by name, with packed linear layers if `pack` and if supported."""
 
     def __init__(self, model: models.Model, *, pack: bool) -> None:
         self._plain = models.weights_of(model)  # all, until `_pack` removes the packed ones
@@ -97,7 +93,7 @@ class ModelWeights:
     def apply(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights, with extra memory for one fused weight at a time.
 
-        Raises ValueError, with nothing changed, if names or shapes differ from those of the model.
+        Raises ValueError, with nothing changed, if names or shapes differ.
         """
         models.check_weights(self._shapes, weights)
         with torch.no_grad():
@@ -107,7 +103,7 @@ class ModelWeights:
                 fused.load(weights)
 
     def _pack(self, model: models.Model) -> None:
-        # By address, so that each layer that uses a tied weight finds its name.
+        # The address of a tied weight has one name for all its layers.
         names = {tensor.data_ptr(): name for name, tensor in self._plain.items()}
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         # An embedding needs its weight unpacked, even if the output head has the same one.
@@ -115,22 +111,17 @@ class ModelWeights:
         # Without the linear layers themselves, because a list of them would keep their weights.
         for parent in [each for each in model.modules() if not isinstance(each, nn.Linear)]:
             for attributes in list(_layer_groups(parent)):
-                for name in self._pack_group(parent, attributes, names) - kept:
+                linears = [cast(nn.Linear, getattr(parent, each)) for each in attributes]
+                weights = [names[linear.weight.data_ptr()] for linear in linears]
+                biases = [names[bias.data_ptr()] for bias in _biases_of(linears)]
+                fused = FusedLinear(linears, weights, biases)
+                self._fused.append(fused)
+                for index, attribute in enumerate(attributes):
+                    setattr(parent, attribute, PackedLinear(fused, index))
+                for name in {*weights, *biases} - kept:
                     del self._plain[name]
+                del linears
                 models.release_memory()  # the freed weights leave gaps that are seldom reused
-
-    def _pack_group(
-        self, parent: nn.Module, attributes: Sequence[str], names: Mapping[int, str]
-    ) -> set[str]:
-        """Replace linear layers of a module by PackedLinear layers; returns the tensors' names."""
-        linears = [cast(nn.Linear, getattr(parent, attribute)) for attribute in attributes]
-        weight_names = [names[linear.weight.data_ptr()] for linear in linears]
-        bias_names = [names[bias.data_ptr()] for bias in _biases_of(linears)]
-        fused = FusedLinear(linears, weight_names, bias_names)
-        self._fused.append(fused)
-        for index, attribute in enumerate(attributes):
-            setattr(parent, attribute, PackedLinear(fused, index))
-        return {*weight_names, *bias_names}
 
 
 def panels_of(*linears: nn.Module) -> PanelWeight | None:

@@ -20,7 +20,6 @@ from peralta_zmq.engines.native.kv_cache import EMPTY_SPAN, Span
 from peralta_zmq.rollout import Int32Array
 
 PROMPT_ROWS = 8  # prompts computed together
-MIN_PREFIX = 16  # tokens; computing a shorter prefix separately costs more than it saves
 
 
 class PrefixCache:
@@ -38,10 +37,7 @@ class PrefixCache:
         self._cache.drop_shared()
 
     def invalidate(self) -> None:
-        """Drop all prompts and their prefix, because the weights have changed.
-
-        Rows of completions in progress keep the prefix that they started with.
-        """
+        """Drop all prompts and their prefix, which rows in progress keep."""
         self._index = {}
         self._cache.spans[self._prompt_rows] = EMPTY_SPAN  # `compute` then computes a new prefix
 
@@ -55,8 +51,8 @@ class PrefixCache:
     def compute(self, prompts: Sequence[Int32Array], running: Sequence[NewTokens]) -> Tensor:
         """Compute the first PROMPT_ROWS distinct prompts; drops the earlier prompts.
 
-        `running` are the newest tokens of other rows, computed in the same pass. Returns the logits
-        [n, V] of these rows.
+        Returns the logits [n, V] of `running`, the newest tokens of other rows, which are computed
+        in the same pass.
         """
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         prompts = list(distinct.values())[:PROMPT_ROWS]
@@ -75,7 +71,7 @@ class PrefixCache:
         return logits[: -len(prompts)]
 
     def copy_to(self, row: int, prompt: Int32Array) -> Tensor:
-        """Copy a computed prompt to a row; returns the next token's logits [V]."""
+        """Copy a prompt to a row; returns the next token's logits [V]."""
         assert self._logits is not None
         index = self._index[prompt.tobytes()]
         self._cache.copy(self._first_row + index, row, len(prompt))
@@ -84,8 +80,7 @@ class PrefixCache:
     def _prepare_prefix(self, prompts: Sequence[Int32Array]) -> int:
         """Shorten or replace the common prefix to fit `prompts`, and set the prompt rows' spans.
 
-        Returns the number of tokens that the prompt rows read from the shared part; 0 if it has no
-        room.
+        Returns the number of tokens in the shared part; 0 if it has no room.
         """
         prefix = _shortened(self._prefix, prompts)
         if self._may_replace and len(prefix) == 0:
@@ -107,14 +102,12 @@ class PrefixCache:
 
 
 def _shortened(prefix: Int32Array, prompts: Sequence[Int32Array]) -> Int32Array:
-    """The tokens of `prefix` with which all prompts begin; none if less than MIN_PREFIX."""
+    """The tokens of `prefix` with which all prompts begin."""
     for prompt in prompts:
         # At least one token of every prompt remains to be computed, for its logits.
-        prefix = prefix[: min(_common_length(prefix, prompt), len(prompt) - 1)]
-    return prefix if len(prefix) >= MIN_PREFIX else prefix[:0]
-
-
-def _common_length(one: Int32Array, other: Int32Array) -> int:
-    shorter = min(len(one), len(other))
-    differing = np.flatnonzero(one[:shorter] != other[:shorter])
-    return int(differing[0]) if len(differing) else shorter
+        prefix = prefix[: len(prompt) - 1]
+        differing = np.flatnonzero(prefix != prompt[: len(prefix)])
+        if len(differing):
+            prefix = prefix[: differing[0]]
+    # Computing a shorter prefix separately costs more than it saves.
+    return prefix if len(prefix) >= 16 else prefix[:0]

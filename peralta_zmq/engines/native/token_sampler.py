@@ -1,12 +1,11 @@
 """Sampling: from logits to one token per row and its logprob.
 
 The options have the same effect as in transformers, which applies them in this order: repetition
-penalty, min_tokens (here `banned`), temperature, top_k, top_p, min_p. Here top_k comes first, so
-that the others process k values (exactly k, also if several tie for the k-th place).
+penalty, min_tokens (here `banned`), temperature, top_k (here exactly k tokens, also if several tie
+for the last place), top_p, min_p.
 
 On a CPU, a large vocabulary is divided into blocks. One pass computes each block's largest logit
-and sum of exponentials; logprobs, top_k up to MIN_BLOCKS, and sampling without other options then
-read only a few blocks.
+and sum of exponentials, after which logprobs, a small top_k and plain sampling read few blocks.
 
 Letters in shapes: n rows, V vocabulary, b blocks of B logits.
 """
@@ -20,50 +19,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from peralta_zmq.engines.completion_rows import SamplingInputs
 from peralta_zmq.engines.native.kernels.decode_layer import BLOCK_SIZE, sum_blocks
-from peralta_zmq.rollout import BoolArray, Sampling
+from peralta_zmq.rollout import Sampling
 
 CHUNK_SIZE = 2**20  # logits per chunk, so that the fp32 copies of a chunk stay in the CPU cache
 MIN_BLOCKS = 64  # a vocabulary of fewer blocks is not divided
 
 
 def sample_rows(
-    logits: Tensor,
-    sampling: Sampling,
-    uniforms: np.ndarray,
-    *,
-    seen: BoolArray | None,
-    banned: BoolArray | None,
-    library: ctypes.CDLL | None = None,
+    logits: Tensor, inputs: SamplingInputs, *, library: ctypes.CDLL | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `sample`, with arrays of NumPy except for the logits."""
-    uniform, *masks = (
-        None if array is None else torch.from_numpy(array).to(logits.device)
-        for array in (uniforms, seen, banned)
-    )
-    assert uniform is not None
-    tokens, logprobs = sample(
-        logits, sampling, uniform, seen=masks[0], banned=masks[1], library=library
-    )
-    return tokens.cpu().numpy(), logprobs.cpu().numpy()
-
-
-def sample(
-    logits: Tensor,  # [n, V]
-    sampling: Sampling,
-    uniform: Tensor,  # [n], uniform in [0, 1)
-    *,
-    seen: Tensor | None = None,  # [n, V] bool, True: the repetition penalty applies
-    banned: Tensor | None = None,  # [n, V] bool, True: must not be sampled
-    library: ctypes.CDLL | None = None,  # of decode_layer.c, for the dtype of the logits
-) -> tuple[Tensor, Tensor]:
-    """Sample one token for each of n rows; returns tokens [n] and logprobs [n].
+    """Sample a token for each row of `logits` [n, V]; returns tokens [n] and logprobs [n].
 
     Logprobs are as defined on Rollout.logprobs: at the sampling temperature (1 if greedy), before
-    penalties, bans and truncation.
+    penalties, bans and truncation. `library` is decode_layer.c for the dtype of the logits.
     """
+    sampling = inputs.sampling
     temperature = sampling.temperature or 1.0
     blocks = LogitBlocks(logits, temperature, library) if LogitBlocks.supports(logits) else None
+    uniforms, seen, banned = (
+        None if array is None else torch.from_numpy(array).to(logits.device)
+        for array in (inputs.uniforms, inputs.seen, inputs.banned)
+    )
+    assert uniforms is not None
     adjusted = logits
     if seen is not None:
         adjusted = adjusted.float()
@@ -75,17 +54,14 @@ def sample(
     if sampling.temperature == 0:
         tokens = adjusted.argmax(-1)
     else:
-        tokens = _sample_tokens(adjusted, sampling, uniform, blocks if adjusted is logits else None)
-    if blocks is not None:
-        return tokens, blocks.logprobs(tokens)
-    return tokens, _logprobs(logits, tokens, temperature)
+        allowed = blocks if adjusted is logits else None
+        tokens = _sample_tokens(adjusted, sampling, uniforms, allowed)
+    logprobs = blocks.logprobs(tokens) if blocks else _logprobs(logits, tokens, temperature)
+    return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
 
 class LogitBlocks:
-    """Logits [n, V] in blocks, computed by `library`, or else by torch.
-
-    Has each block's largest logit, and its sum of exp((logit - row's largest) / temperature).
-    """
+    """Logits [n, V] in blocks, computed by `library`, or else by torch."""
 
     def __init__(self, logits: Tensor, temperature: float, library: ctypes.CDLL | None) -> None:
         self._logits = logits.unflatten(-1, (-1, BLOCK_SIZE))
@@ -107,7 +83,6 @@ class LogitBlocks:
 
     @staticmethod
     def supports(logits: Tensor) -> bool:
-        """Whether the logits can be divided into blocks, and whether that is faster."""
         num_blocks, rest = divmod(logits.shape[-1], BLOCK_SIZE)
         return (
             logits.device.type == "cpu"
@@ -121,11 +96,8 @@ class LogitBlocks:
         return ((logits - self.max) / self._temperature - self.sums.sum(-1, True).log())[:, 0]
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits and their tokens, [n, k] each, in descending order.
-
-        They are in the k blocks with the largest maxima.
-        """
-        blocks = self._largest.topk(k).indices  # [n, k]
+        """The k largest logits and their tokens, [n, k] each, in descending order."""
+        blocks = self._largest.topk(k).indices  # [n, k], which contain all of them
         values, indices = self._block(blocks).flatten(1).topk(k)  # indices in these blocks
         return values, blocks.gather(1, indices // BLOCK_SIZE) * BLOCK_SIZE + indices % BLOCK_SIZE
 
@@ -137,8 +109,8 @@ class LogitBlocks:
         logits = self._block(block)[:, 0].float()
         in_block = ((logits - self.max) / self._temperature).exp().cumsum(-1)
         token = _first_above(in_block, target - sums.gather(1, block))
-        # The sums in the block round differently from the sums of blocks, so that all may be at or
-        # below the target. Then this is the last token that increases them.
+        # The sums of blocks round differently, so that no sum in the block may be above the target.
+        # Then this is the last token that increases them.
         last = (in_block < in_block[:, -1:]).sum(-1)
         return block[:, 0] * BLOCK_SIZE + torch.minimum(token, last)
 
@@ -158,10 +130,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 def _sample_tokens(
     logits: Tensor, sampling: Sampling, uniform: Tensor, blocks: LogitBlocks | None
 ) -> Tensor:
-    """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p.
-
-    `blocks` are those of these logits; None if there are none, or the logits were adjusted.
-    """
+    """Sample from softmax(logits / temperature), truncated by top_k, top_p, min_p."""
     token_ids = None  # [n, k], most probable first; None = the whole vocabulary, in its order
     vocab_size = logits.shape[-1]
     if 0 < sampling.top_k < vocab_size:
@@ -185,8 +154,6 @@ def _sample_tokens(
 
 
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:
-    """Index of the first of the non-decreasing `sums` [n, k] that is above `target` [n, 1]; [n].
-
-    It is below k: a target is the last sum times a `uniform`, at most 1 - 2^-24 in fp32.
-    """
+    """Index [n] of the first of the non-decreasing `sums` [n, k] that is above `target` [n, 1]."""
+    # It is below k: a target is the last sum times a random number of at most 1 - 2^-24.
     return (sums <= target).sum(-1)

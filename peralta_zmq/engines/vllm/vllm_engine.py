@@ -38,62 +38,26 @@ from peralta_zmq.errors import (
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request
 
-BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
-# In the text of vLLM's errors -> the memory is too small, or the model is not known.
-MEMORY_WORDS = ("memory", "KV cache")
-MODEL_WORDS = ("Model architectures", "not supported", "no vLLM implementation")
-
 
 class VllmEngine:
-    """Samples up to `slots` completions at the same time; implements registry.Engine.
+    """Samples up to `slots` completions at the same time; implements registry.Engine."""
 
-    `arguments` are those of vllm.EngineArgs, `shapes` those of the tensors in `folder`.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        arguments: Mapping[str, Any],
-        tokenizer: models.Tokenizer,
-        end_ids: Sequence[int],
-        shapes: Mapping[str, torch.Size],
-        *,
-        step: int,
-        slots: int,
-    ) -> None:
-        self.step = step
-        self.max_model_len: int = arguments["max_model_len"]
-        self._folder = folder
-        self._arguments = arguments
-        self._shapes = shapes
-        self._tokenizer = tokenizer
-        self._end_ids = end_ids
-        self._slots = slots
-        trusts = bool(arguments.get("trust_remote_code"))
-        dtype = models.DTYPES[str(arguments["dtype"])]
-        self._merger = merger_of_files(folder, dtype, trust_remote_code=trusts)
-        self._rows = Rows(slots, tokenizer, end_ids, max_model_len=self.max_model_len)
-        self._waiting: dict[int, Request] = {}  # by index; requests without a token yet
-        self._submitted: list[Request] = []  # those of them that the process does not have
-        self._dropped: list[int] = []  # completions that ended here, but not in the process
-        self._core: CoreProcess | None = self._start()
-
-    @classmethod
-    def open(cls, folder: Path, settings: EngineSettings, *, step: int = 0) -> VllmEngine:
-        """Open the model and tokenizer in `folder`; see registry.EngineFactory."""
+    def __init__(self, folder: Path, settings: EngineSettings, *, step: int) -> None:
         device, dtype = chosen_device(settings)
         check_device(device)
+        check_arguments(settings.vllm_args)
         files = open_files(folder, settings)
         trust = {"trust_remote_code": settings.trust_remote_code}
         with loading_errors(folder):
-            shapes = {name: tensor.shape for name, tensor in files.weights.items()}
+            self._shapes = {name: tensor.shape for name, tensor in files.weights.items()}
             config = AutoConfig.from_pretrained(folder, **trust).get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or settings.max_model_len
-        max_model_len = min(settings.max_model_len, limit)
-        arguments: dict[str, Any] = {
+        self.step = step
+        self.max_model_len = min(settings.max_model_len, limit)
+        self._arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": max_model_len,
+            "max_model_len": self.max_model_len,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "async_scheduling": False,  # would begin the next step before newer weights are applied
@@ -103,23 +67,32 @@ class VllmEngine:
             **trust,
         }
         if settings.gpu_memory_utilization is not None:
-            arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+            self._arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         elif device.type == "cpu":
-            arguments["kv_cache_memory_bytes"] = cache_bytes(
-                config, dtype, slots=settings.slots, max_model_len=max_model_len
+            self._arguments["kv_cache_memory_bytes"] = cache_bytes(
+                config, dtype, slots=settings.slots, max_model_len=self.max_model_len
             )
-        check_arguments(settings.vllm_args)
         # The trainer computes logits in float32, too.
         overrides = {"head_dtype": "float32", **settings.vllm_args.get("hf_overrides", {})}
-        arguments |= {**settings.vllm_args, "hf_overrides": overrides}
-        size = {"step": step, "slots": settings.slots}
-        return cls(folder, arguments, files.tokenizer, files.end_ids, shapes, **size)
+        self._arguments |= {**settings.vllm_args, "hf_overrides": overrides}
+        self._folder = folder
+        self._slots = settings.slots
+        self._end_ids = files.end_ids
+        self._merger = merger_of_files(folder, dtype, **trust)
+        self._rows = Rows(
+            settings.slots, files.tokenizer, files.end_ids, max_model_len=self.max_model_len
+        )
+        self._waiting: dict[int, Request] = {}  # by index; requests without a token yet
+        self._submitted: list[Request] = []  # waiting requests that the process does not have
+        self._dropped: list[int] = []  # completions that ended here, but not in the process
+        self._core: CoreProcess | None = self._start()
+
+    @classmethod
+    def open(cls, folder: Path, settings: EngineSettings, *, step: int = 0) -> VllmEngine:
+        return cls(folder, settings, step=step)
 
     def apply(self, update: WeightUpdate) -> None:
-        """Sample from the new weights from the next step on; starts the process if it has failed.
-
-        Raises ValueError and OutageError with unchanged weights.
-        """
+        """Replace the weights; starts the process if it has failed."""
         weights = self._merger.weights_of(update)
         models.check_weights(self._shapes, weights)
         core = self._core = self._core or self._restart()
@@ -148,7 +121,7 @@ class VllmEngine:
         return self._slots - self._rows.count - len(self._waiting)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start requests at the next `advance`. Raises ConfigError for options of groups."""
+        """Raises ConfigError for sampling options of groups that vLLM lacks."""
         for request in requests:
             if not request.is_standalone:
                 check_sampling(request.sampling)
@@ -179,7 +152,7 @@ class VllmEngine:
         return completions
 
     def drop(self, ids: Collection[int]) -> list[Completion]:
-        """End requests; returns the partial completions, also those of a failed process."""
+        """End requests; also returns the partial completions of a failed process."""
         self._submitted = [request for request in self._submitted if request.index not in ids]
         self._waiting = {
             index: request for index, request in self._waiting.items() if index not in ids
@@ -239,7 +212,7 @@ class VllmEngine:
     ) -> Any:
         """The result of a method of the process, which ends if it fails.
 
-        After EngineProcessError for too little memory, the next start has half the slots.
+        After too little memory, the next start has half the slots.
         """
         try:
             return core.call(name, *arguments, prompt_tokens=prompt_tokens)
@@ -276,10 +249,7 @@ def saved(weights: Mapping[str, torch.Tensor]) -> Generator[Path]:
 
 
 def new_request(request: Request, max_model_len: int) -> NewRequest:
-    """A request for vLLM; its seed depends on the seed of the run, its index and what it resumes.
-
-    That of a standalone request does not depend on its index.
-    """
+    """A request for vLLM, whose seed depends on the run, the index and the resumed tokens."""
     sampling = request.sampling
     number = f"{sampling.seed}" if request.is_standalone else f"{sampling.seed}/{request.index}"
     num_resumed = 0 if request.resumes is None else len(request.resumes.token_ids)
@@ -297,9 +267,10 @@ def new_request(request: Request, max_model_len: int) -> NewRequest:
 
 def start_error(error: CoreError, folder: Path, slots: int) -> ConfigError | StoreError:
     text = str(error)
-    if error.is_out_of_memory or any(word in text for word in MEMORY_WORDS):
+    if error.is_out_of_memory or "memory" in text or "KV cache" in text:
         return memory_error(error, slots)
-    if any(word in text for word in MODEL_WORDS):
+    unknown = ("Model architectures", "not supported", "no vLLM implementation")
+    if any(words in text for words in unknown):
         return ConfigError(f"engine 'vllm' cannot serve the model in {folder}: {text}; {OTHERS}")
     if error.kind == "TypeError" and "EngineArgs" in text:
         return ConfigError(f"engine.vllm_args: {text}; use the names of vLLM's EngineArgs")
@@ -326,14 +297,15 @@ def check_device(device: torch.device) -> None:
 
 def cache_bytes(config: Any, dtype: torch.dtype, *, slots: int, max_model_len: int) -> int:
     """Bytes of vLLM's cache of keys and values on a CPU. Raises ConfigError if too large."""
-    # Not its attributes, because that of a size that differs between layers raises an error.
+    # As a dict, because an attribute that differs between layers raises an error.
     sizes: dict[str, Any] = config.to_dict()
     heads = sizes["num_attention_heads"]
     widths = sizes.get("head_dim") or sizes["hidden_size"] // heads, sizes.get("global_head_dim")
     kv_heads = sizes.get("num_key_value_heads") or heads
     head_dim = max(width for width in widths if width)
     token_bytes = 2 * sizes["num_hidden_layers"] * kv_heads * head_dim * dtype.itemsize
-    row_bytes = token_bytes * BLOCK * -(-max_model_len // BLOCK)
+    block = 128  # tokens of a block of vLLM's cache on a CPU
+    row_bytes = token_bytes * block * -(-max_model_len // block)
     free_bytes = models.free_bytes(torch.device("cpu"))
     size = {"slots": slots, "max_model_len": max_model_len, "extra_rows": 1}
     check_cache_memory(row_bytes, free_bytes=free_bytes, **size)

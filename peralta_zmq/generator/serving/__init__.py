@@ -1,9 +1,4 @@
-"""Chats with the newest weights, over HTTP in the form of OpenAI's API.
-
-chats         queue of chats, which the engine samples together with groups
-protocol      JSON of requests and replies, and the checks of requests
-server        HTTP server: routes, access control, streams
-"""
+"""Chats with the newest weights, over HTTP in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -28,10 +23,7 @@ def check_settings(config: Config) -> None:
 def serve_chats(
     config: Config, engine: registry.Engine, tokenizer: models.Tokenizer, stack: ExitStack
 ) -> ChatQueue:
-    """The queue of chats; starts the chat server if there is one, which `stack` closes.
-
-    Raises ConfigError if generator.serve_port cannot be used.
-    """
+    """The queue of chats; starts the chat server if generator.serve_port is set."""
     chats = ChatQueue(slots=config.engine.slots, max_model_len=engine.max_model_len)
     if config.generator.serve_port is None:
         return chats

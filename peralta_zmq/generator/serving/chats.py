@@ -1,8 +1,4 @@
-"""Chats that wait for the generator's engine, or are sampled beside its groups.
-
-They take at most every SLOTS_PER_CHAT-th slot at the same time, and start at least START_SECONDS
-apart. A slot is one completion that an engine samples concurrently.
-"""
+"""Chats that wait for the generator's engine, or are sampled beside its groups."""
 
 from __future__ import annotations
 
@@ -15,10 +11,6 @@ from concurrent.futures import Future
 from peralta_zmq.engines import Group, Sampler
 from peralta_zmq.rollout import Completion, Int32Array, SampledToken, Sampling
 
-# Both bound what chats take from training, with a large model and with a small one.
-SLOTS_PER_CHAT = 8  # of these slots, one may be a chat's
-START_SECONDS = 0.025  # between two starts, each of which takes some milliseconds
-DROPPED = "the generator dropped its completions, as after a roll-back of the run; try again"
 MAX_WAITING = 32  # completions; together with those in flight below the limit of connections
 
 
@@ -50,23 +42,24 @@ class ChatCompletion:
 
 
 class ChatQueue:
-    """The chats of a generator; `submit` and `cancel` may be called in any thread."""
+    """The chats of a generator; `submit` and `cancel` may be called in any thread.
 
-    def __init__(
-        self, *, slots: int, max_model_len: int, start_seconds: float = START_SECONDS
-    ) -> None:
+    Chats take at most an eighth of the slots, and start at least `start_seconds` apart, because
+    each start takes some milliseconds from training.
+    """
+
+    def __init__(self, *, slots: int, max_model_len: int, start_seconds: float = 0.025) -> None:
         self.max_model_len = max_model_len  # maximum of prompt and completion together, in tokens
-        self._max_in_flight = max(1, slots // SLOTS_PER_CHAT)
+        self._max_in_flight = max(1, slots // 8)
         self._start_seconds = start_seconds
         self._next_start = 0.0  # monotonic seconds
         self._in_flight: dict[Group, ChatCompletion] = {}
         self._waiting: deque[ChatCompletion] = deque()
-        self._lock = threading.Lock()  # of `_waiting` and `_is_closed`
+        self._lock = threading.Lock()  # protects `_waiting` and `_is_closed`
         self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
-        """Number of completions that wait."""
         return len(self._waiting)
 
     def submit(self, chats: Sequence[ChatCompletion]) -> None:
@@ -93,18 +86,19 @@ class ChatQueue:
     # Called by the generator's loop.
 
     def submit_due(self, sampler: Sampler) -> None:
-        """Start as many chats as may start, and end those that were cancelled."""
+        """Start a chat if one may start, and end the cancelled ones."""
         cancelled = [group for group, chat in self._in_flight.items() if chat.is_cancelled]
         if cancelled:
             sampler.drop(cancelled)
             for group in cancelled:
                 del self._in_flight[group]
-        while len(self._in_flight) < self._max_in_flight:
-            chat = self._next()
-            if chat is None:
-                return
-            group = sampler.start_alone(chat.prompt_ids, chat.sampling, sampled=chat.tokens)
-            self._in_flight[group] = chat
+        if len(self._in_flight) < self._max_in_flight and time.monotonic() >= self._next_start:
+            with self._lock:
+                chat = self._waiting.popleft() if self._waiting else None
+            if chat is not None:
+                self._next_start = time.monotonic() + self._start_seconds
+                group = sampler.start_alone(chat.prompt_ids, chat.sampling, sampled=chat.tokens)
+                self._in_flight[group] = chat
 
     def complete(self, ended: Collection[Group]) -> None:
         """Set the results of chats whose groups have ended."""
@@ -115,7 +109,8 @@ class ChatQueue:
     def interrupt(self, sampler: Sampler) -> None:
         """Drop the chats in flight."""
         sampler.drop(list(self._in_flight))
-        self._fail(self._in_flight.values(), DROPPED)
+        reason = "the generator dropped its completions, as after a roll-back of the run; try again"
+        self._fail(self._in_flight.values(), reason)
         self._in_flight.clear()
 
     def close(self) -> None:
@@ -125,15 +120,6 @@ class ChatQueue:
             waiting = list(self._waiting)
             self._waiting.clear()
         self._fail([*self._in_flight.values(), *waiting], "the run has ended")
-
-    def _next(self) -> ChatCompletion | None:
-        """The chat that may start, if there is one."""
-        now = time.monotonic()
-        with self._lock:
-            if not self._waiting or now < self._next_start:
-                return None
-            self._next_start = now + self._start_seconds
-            return self._waiting.popleft()
 
     @staticmethod
     def _fail(chats: Collection[ChatCompletion], reason: str) -> None:

@@ -11,19 +11,18 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import parse_json
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.serving.chats import MAX_WAITING, ChatCompletion
-from peralta_zmq.rollout import FinishReason, Message, Role, SampledToken, Sampling
+from peralta_zmq.rollout import FinishReason, Message, SampledToken, Sampling
 
-ROLES: tuple[Role, ...] = ("system", "user", "assistant")
-MAX_STOP = 4  # stop strings, as in OpenAI's API
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
 # Fields without an effect on completions, and fields that must have one of the values here. A field
 # of a message may have those values, too.
@@ -61,6 +60,89 @@ class ApiError(HTTPException):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class _Fields(BaseModel):
+    """A JSON object; other fields than those declared are refused unless they ask for nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _remove_neutral(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("must be a JSON object")
+        return {
+            name: content
+            for name, content in value.items()
+            if not (content is None or name in IGNORED or content in NEUTRAL.get(name, ()))
+        }
+
+
+class _TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Fields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str = ""
+    name: str = ""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_parts(cls, content: Any) -> Any:
+        """The text of a list of text parts."""
+        if not isinstance(content, list):
+            return content
+        parts = [_TextPart.model_validate(part) for part in content]
+        return "".join(part.text for part in parts)
+
+
+class _StreamOptions(_Fields):
+    include_usage: bool = False
+
+
+class _Body(_Fields):
+    model: Any = None
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    n: Annotated[int, Field(ge=1, le=MAX_WAITING)] = 1
+    seed: int | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=1e-4, le=1)] = 1.0
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] = []
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    logprobs: bool = False
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, value: float) -> float:
+        if 0 < value < 0.01:  # logits / temperature would not be finite in float32
+            raise ValueError("must be 0, or at least 0.01")
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _list_stop(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+def _refused(error: ValidationError) -> ApiError:
+    """The first error, with the name of its field as in `messages[0].content`."""
+    first = error.errors(include_url=False)[0]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+    param = "".join(parts).removeprefix(".")
+    if first["type"] != "extra_forbidden":
+        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        value = "" if first["type"] == "missing" else f" {json.dumps(first['input'])[:50]}"
+        return ApiError(f"{param or 'the body'}{value}: {reason}", param=param or None)
+    name = str(first["loc"][-1])
+    neutral = f" or set it to {json.dumps(NEUTRAL[name][0])}" if name in NEUTRAL else ""
+    reason = f"{param} is not supported here; leave it out{neutral}"
+    return ApiError(reason, param=param, code="unsupported_parameter")
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A checked request: `n` completions of one prompt."""
@@ -69,59 +151,6 @@ class ChatRequest:
     stream: bool
     include_usage: bool  # in a stream
     logprobs: bool
-
-
-class _Fields:
-    """Fields of a JSON object; each is read once, and `finish` refuses the others."""
-
-    def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
-        self._left = {name: value for name, value in body.items() if value is not None}
-        self._prefix = prefix
-
-    def take(self, name: str) -> Any:
-        """The value, or None."""
-        return self._left.pop(name, None)
-
-    def number(
-        self, name: str, default: float, *, least: float, most: float, or_zero: bool = False
-    ) -> float:
-        """A number from `least` to `most`, or 0 if `or_zero`."""
-        value = self._take(name, (int, float), "a number")
-        if value is None:
-            return default
-        if not (least <= value <= most or (or_zero and value == 0)):
-            zero = "0, or " if or_zero else ""
-            raise ApiError(f"{name} {value} must be {zero}from {least:g} to {most:g}", param=name)
-        return float(value)
-
-    def integer(self, name: str, *, least: int | None = None) -> int | None:
-        """An integer of at least `least`."""
-        value = self._take(name, (int,), "an integer")
-        if value is not None and least is not None and value < least:
-            raise ApiError(f"{name} {value} must be at least {least}", param=name)
-        return value
-
-    def flag(self, name: str) -> bool:
-        """A boolean; False if absent."""
-        return bool(self._take(name, (bool,), "true or false"))
-
-    def _take(self, name: str, kinds: tuple[type, ...], expected: str) -> Any:
-        value = self.take(name)
-        if value is not None and type(value) not in kinds:  # a bool is no number
-            raise ApiError(f"{self._prefix}{name} must be {expected}", param=name)
-        return value
-
-    def finish(self) -> None:
-        """Refuse fields that were not read, unless they ask for nothing."""
-        for name, value in self._left.items():
-            if name in IGNORED or value in NEUTRAL.get(name, ()):
-                continue
-            neutral = f" or set it to {json.dumps(NEUTRAL[name][0])}" if name in NEUTRAL else ""
-            raise ApiError(
-                f"{self._prefix}{name} is not supported here; leave it out{neutral}",
-                param=name,
-                code="unsupported_parameter",
-            )
 
 
 def parse_request(
@@ -134,47 +163,46 @@ def parse_request(
 ) -> ChatRequest:
     """Check a request body and tokenize its messages; raises ApiError."""
     try:
-        parsed = parse_json(body)
+        fields = _Body.model_validate(parse_json(body))
+    except ValidationError as error:
+        raise _refused(error) from None
     except ValueError as error:
         raise ApiError(f"the body is not valid JSON ({error})") from None
-    if not isinstance(parsed, dict):
-        raise ApiError("the body must be a JSON object")
-    fields = _Fields(parsed)
-    check_model(fields.take("model"), model)
-    rows = fields.take("messages")
-    if not isinstance(rows, list) or not rows:
-        raise ApiError("messages must be a list of at least one message", param="messages")
-    messages = [_message(row, f"messages[{index}]") for index, row in enumerate(rows)]
+    check_model(fields.model, model)
+    messages = [
+        Message("system" if row.role == "developer" else row.role, row.content, row.name)
+        for row in fields.messages
+    ]
     try:
         prompt_ids = models.chat_prompt(tokenizer, messages, max_model_len, **template_kwargs)
     except ConfigError as error:
         raise ApiError(str(error), param="messages") from None
-    limit = _limit(fields, len(prompt_ids), max_model_len)
-    n = fields.integer("n", least=1) or 1
-    if n > MAX_WAITING:
-        raise ApiError(f"n {n} must be at most {MAX_WAITING}", param="n")
-    seed = fields.integer("seed")
-    seed = secrets.randbits(32) if seed is None else seed
+    requested = fields.max_completion_tokens or fields.max_tokens
+    if len(prompt_ids) + (requested or 1) > max_model_len:
+        raise ApiError(
+            f"the messages are at least {len(prompt_ids)} tokens and the completion may have "
+            f"{requested or 1}, but the context of this generator is {max_model_len} tokens "
+            "(engine.max_model_len); shorten the messages or lower max_completion_tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
     sampling = Sampling(
-        # Smaller values would not be finite or not positive in float32.
-        temperature=fields.number("temperature", 1.0, least=0.01, most=2.0, or_zero=True),
-        top_p=fields.number("top_p", 1.0, least=1e-4, most=1.0),
-        stop=_stop_strings(fields.take("stop")),
-        max_completion_length=limit,
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        stop=tuple(fields.stop),
+        max_completion_length=requested or max_model_len - len(prompt_ids),
     )
-    stream = fields.flag("stream")
-    logprobs = fields.flag("logprobs")
-    include_usage = _stream_options(fields.take("stream_options"), stream=stream)
-    fields.finish()
+    seed = secrets.randbits(32) if fields.seed is None else fields.seed
     completions = [
         # Each choice has its own random numbers, which depend on the seed of the request only.
         ChatCompletion(
             np.array(prompt_ids, np.int32),
             replace(sampling, seed=zlib.crc32(f"{seed}/{choice}".encode())),
         )
-        for choice in range(n)
+        for choice in range(fields.n)
     ]
-    return ChatRequest(completions, stream, include_usage, logprobs)
+    include_usage = fields.stream_options.include_usage
+    return ChatRequest(completions, fields.stream, include_usage, fields.logprobs)
 
 
 def check_model(requested: Any, model: str) -> None:
@@ -188,79 +216,11 @@ def check_model(requested: Any, model: str) -> None:
         )
 
 
-def _message(value: Any, name: str) -> Message:
-    """A message whose content is a string or a list of text parts."""
-    if not isinstance(value, dict):
-        raise ApiError(f"{name} must be an object with role and content", param=name)
-    fields = _Fields(value, f"{name}.")
-    role, content, author = (fields.take(key) for key in ("role", "content", "name"))
-    if role == "developer":  # OpenAI's newer name
-        role = "system"
-    if role not in ROLES:
-        raise ApiError(
-            f"{name}.role {json.dumps(role)} is unknown; choose one of {', '.join(ROLES)}",
-            param=f"{name}.role",
-        )
-    if content is None and role == "assistant":  # a message of tool calls or a refusal alone
-        content = ""
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in content]
-        texts: list[Any] = [part.get("text") for part in parts if part.get("type") == "text"]
-        are_texts = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-        content = "".join(texts) if are_texts else None
-    if not isinstance(content, str):
-        raise ApiError(f"{name}.content must be text", param=f"{name}.content")
-    if not isinstance(author, str | None):
-        raise ApiError(f"{name}.name must be text", param=f"{name}.name")
-    fields.finish()
-    return Message(role, content, author or "")
-
-
-def _limit(fields: _Fields, num_prompt: int, max_model_len: int) -> int:
-    """Maximum number of sampled tokens: as requested, else what the prompt leaves."""
-    newer, older = (
-        fields.integer(name, least=1) for name in ("max_completion_tokens", "max_tokens")
-    )
-    requested = older if newer is None else newer
-    if num_prompt + (requested or 1) > max_model_len:
-        raise ApiError(
-            f"the messages are at least {num_prompt} tokens and the completion may have "
-            f"{requested or 1}, but the context of this generator is {max_model_len} tokens "
-            "(engine.max_model_len); shorten the messages or lower max_completion_tokens",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    return requested or max_model_len - num_prompt
-
-
-def _stop_strings(value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value or []
-    if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
-        raise ApiError("stop must be a string or a list of strings", param="stop")
-    is_text = "".join(strings).encode("utf-8", "ignore").decode() == "".join(strings)
-    if len(strings) > MAX_STOP or "" in strings or not is_text:
-        reason = f"stop must be at most {MAX_STOP} strings, none empty or with a lone surrogate"
-        raise ApiError(reason, param="stop")
-    return tuple(strings)
-
-
-def _stream_options(value: Any, *, stream: bool) -> bool:
-    """The option include_usage."""
-    if value is None:
-        return False
-    if not stream or not isinstance(value, dict):
-        raise ApiError("stream_options is an object, with stream only", param="stream_options")
-    fields = _Fields(value, "stream_options.")
-    include_usage = fields.flag("include_usage")
-    fields.finish()
-    return include_usage
-
-
 # Replies.
 
 
 class Replies:
-    """Makes the reply to a request, or the chunks of its stream."""
+    """Makes the reply to a request after all its completions, or the chunks of its stream."""
 
     def __init__(self, request: ChatRequest, tokenizer: models.Tokenizer, model: str) -> None:
         self._chats = request.completions
@@ -271,7 +231,6 @@ class Replies:
         self._created = int(time.time())
 
     def whole(self) -> dict[str, Any]:
-        """The reply; all completions must have ended."""
         choices = list[dict[str, Any]]()
         for index, chat in enumerate(self._chats):
             completion = chat.result.result()
@@ -291,7 +250,6 @@ class Replies:
         tokens: Sequence[SampledToken] = (),
         finish_reason: FinishReason | None = None,
     ) -> dict[str, Any]:
-        """A chunk of the stream: what choice `index` has more than in its chunks so far."""
         choice = {
             "index": index,
             "delta": delta,
@@ -301,7 +259,7 @@ class Replies:
         return self._object("chat.completion.chunk", [choice])
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream with include_usage; all completions must have ended."""
+        """The last chunk of a stream with include_usage."""
         return {**self._object("chat.completion.chunk", []), "usage": self._usage()}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -372,8 +330,7 @@ class ChoiceStream:
     def _certain_text(self, tokens: Sequence[SampledToken]) -> str:
         """The text of `tokens` without what a further token may change.
 
-        This is the text that may be the start of a stop string or of a character, and the text of
-        the last token, which may be an end token.
+        It may complete a stop string or a character, and show that the last token is an end token.
         """
         stop = self._chat.sampling.stop
         text = models.text_of(self._tokenizer, [token_id for token_id, _, _ in tokens[:-1]])
@@ -382,11 +339,8 @@ class ChoiceStream:
 
 
 def fingerprint(chats: Sequence[ChatCompletion]) -> str:
-    """`step-7`, or `step-7..9`: the policy steps of the weights that have sampled `chats` so far.
-
-    The steps of a completion never decrease.
-    """
-    steps = [chat.tokens[index][2] for chat in chats if chat.tokens for index in (0, -1)]
+    """`step-7`, or `step-7..9`: the policy steps of the sampled tokens, which never decrease."""
+    steps = [chat.tokens[index].step for chat in chats if chat.tokens for index in (0, -1)]
     oldest = min(steps)
     newest = max(steps)
     return f"step-{oldest}" if oldest == newest else f"step-{oldest}..{newest}"

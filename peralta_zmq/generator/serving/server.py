@@ -4,8 +4,8 @@
     GET  /v1/models              the name of the model
     GET  /v1/models/NAME         the same model; the base URL of a client may lack /v1
 
-Handlers run in a thread of the server. They poll the tokens that the engine's thread samples, so
-that a token costs the engine no switch of threads.
+Handlers poll the tokens that the engine's thread samples, so that a token costs no switch of
+threads.
 """
 
 from __future__ import annotations
@@ -41,16 +41,12 @@ from peralta_zmq.generator.serving.protocol import (
 )
 from peralta_zmq.http_server import HttpServer, Limits, open_port, read_body
 
-POLL_SECONDS = 0.05  # between two chunks of a stream, and two checks for a client that hung up
-MAX_BODY_BYTES = 2**20
-PORT_SETTING = "generator.serve_port"
-
 
 class ChatServer:
     """Serves chats in a daemon thread. Use with `closing`.
 
-    `model` is the name that requests may give. `token` is the API key; None = none is needed.
-    Raises ConfigError if the port cannot be used.
+    `model` is the name that requests may give; `token` the API key, None = none is needed. Raises
+    ConfigError if the port cannot be used.
     """
 
     def __init__(
@@ -76,10 +72,11 @@ class ChatServer:
             Route("/models/", self.list_models),
             Route("/models/{name:path}", self.list_models),
         ]
+        setting = "generator.serve_port"
         self._server = HttpServer(
             "chat server",
             [Mount("/v1", routes=routes), *routes],
-            listening=open_port(host, port, token=token, settings=(PORT_SETTING, PORT_SETTING)),
+            listening=open_port(host, port, token=token, settings=(setting, setting)),
             token=token,
             token_setting="generator.token_file",
             refuse=_refuse,
@@ -108,13 +105,12 @@ class ChatServer:
         return _json({"object": "list", "data": [card]} if name is None else card)
 
     async def complete_chat(self, request: Request) -> Response:
-        """Return a completion, or a stream."""
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             # Web pages of other sites can send other types without the browser's permission.
             raise ApiError("the header Content-Type must be application/json", status=415)
         chat_request = parse_request(
-            await read_body(request, max_bytes=MAX_BODY_BYTES),
+            await read_body(request, max_bytes=2**20),
             model=self._model,
             tokenizer=self._tokenizer,
             template_kwargs=self._template_kwargs,
@@ -145,7 +141,6 @@ class ChatServer:
     async def _stream(
         self, request: Request, chat_request: ChatRequest, replies: Replies
     ) -> AsyncIterator[str]:
-        """Yield the events of a stream."""
         chats = chat_request.completions
         streams = [ChoiceStream(index, chat, self._tokenizer) for index, chat in enumerate(chats)]
         try:
@@ -172,8 +167,8 @@ def _ended(chats: Sequence[ChatCompletion]) -> asyncio.Future[Any]:
 
 
 async def _has_hung_up(request: Request, ended: asyncio.Future[Any]) -> bool:
-    """Wait until `ended` is done, at most POLL_SECONDS; True if the client hung up."""
-    await asyncio.wait([ended], timeout=POLL_SECONDS)
+    """Wait until `ended` is done, or until the next chunk of a stream; True for a hang-up."""
+    await asyncio.wait([ended], timeout=0.05)
     return await request.is_disconnected()
 
 

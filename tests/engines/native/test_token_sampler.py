@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from peralta_zmq.engines.completion_rows import SamplingInputs
 from peralta_zmq.engines.native.kernels.decode_layer import BLOCK_SIZE, library_for
-from peralta_zmq.engines.native.token_sampler import MIN_BLOCKS, LogitBlocks, sample
+from peralta_zmq.engines.native.token_sampler import MIN_BLOCKS, LogitBlocks, sample_rows
 from peralta_zmq.rollout import Sampling
 
 PROBABILITIES = np.array([0.02, 0.4, 0.05, 0.2, 0.1, 0.15, 0.05, 0.03])
@@ -38,8 +39,8 @@ KEPT_AT_TEMPERATURE = {
 
 def sample_counts(sampling: Sampling, **options: Any) -> np.ndarray:
     uniform = np.random.default_rng(7).random(DRAWS, dtype=np.float32)
-    tokens, _ = sample(LOGITS.expand(DRAWS, -1), sampling, torch.from_numpy(uniform), **options)
-    return np.bincount(tokens.numpy(), minlength=8)
+    tokens, _ = sample_rows(LOGITS.expand(DRAWS, -1), SamplingInputs(sampling, uniform, **options))
+    return np.bincount(tokens, minlength=8)
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -84,7 +85,8 @@ def test_tokens_are_where_the_sum_of_probs_crosses_the_target(
 ) -> None:
     logits, uniform = random_logits(), torch.rand(64, generator=torch.Generator().manual_seed(1))
     uniform[:2] = torch.tensor([0, 1 - 2**-24])
-    tokens, _ = sample(logits, Sampling(temperature=temperature), uniform, library=library)
+    inputs = SamplingInputs(Sampling(temperature=temperature), uniform.numpy())
+    tokens = torch.from_numpy(sample_rows(logits, inputs, library=library)[0])
     probs = (logits.double() / temperature).softmax(-1)
     selected = probs.gather(1, tokens[:, None])[:, 0]
     after = probs.cumsum(-1).gather(1, tokens[:, None])[:, 0]
@@ -122,8 +124,9 @@ def test_logprobs_of_blocks_are_as_exact_as_torchs(temperature: float, library: 
 def test_non_finite_logits_give_non_finite_logprobs(library: Any) -> None:
     logits = random_logits(3)
     logits[0, 500], logits[1, 600] = torch.nan, torch.inf
-    _, logprobs = sample(logits, Sampling(), torch.full((3,), 0.5), library=library)
-    assert logprobs.isfinite().tolist() == [False, False, True]
+    inputs = SamplingInputs(Sampling(), np.full(3, 0.5, np.float32))
+    _, logprobs = sample_rows(logits, inputs, library=library)
+    assert np.isfinite(logprobs).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,7 +140,7 @@ def test_topk_of_blocks_is_torchs(dtype: torch.dtype) -> None:
 
 
 def test_banned_tokens_are_never_sampled() -> None:
-    banned = torch.zeros(DRAWS, 8, dtype=torch.bool)
+    banned = np.zeros((DRAWS, 8), np.bool_)
     banned[:, 1] = True
     probs = np.where(np.arange(8) == 1, 0, PROBABILITIES)
     counts = sample_counts(Sampling(min_tokens=1), banned=banned)
@@ -148,11 +151,13 @@ def test_banned_tokens_are_never_sampled() -> None:
 @pytest.mark.parametrize("name", list(KEPT))
 def test_extreme_uniforms_select_allowed_tokens(name: str, uniform: float) -> None:
     options, kept = KEPT[name]
-    tokens, _ = sample(LOGITS[None], Sampling(**options), torch.tensor([uniform]))
-    assert int(tokens) in kept
+    inputs = SamplingInputs(Sampling(**options), np.array([uniform], np.float32))
+    tokens, _ = sample_rows(LOGITS[None], inputs)
+    assert tokens[0] in kept
 
 
 def test_temperature_0_selects_the_most_probable_token() -> None:
-    tokens, logprobs = sample(LOGITS[None], Sampling(temperature=0.0), torch.zeros(1))
-    assert int(tokens) == 1
-    assert float(logprobs) == pytest.approx(np.log(0.4), abs=1e-6)
+    inputs = SamplingInputs(Sampling(temperature=0.0), np.zeros(1, np.float32))
+    tokens, logprobs = sample_rows(LOGITS[None], inputs)
+    assert tokens.tolist() == [1]
+    assert logprobs[0] == pytest.approx(np.log(0.4), abs=1e-6)

@@ -75,13 +75,14 @@ core.main(int(sys.argv[1]))
 """
 POLL_SECONDS = 0.1
 MIN_STEPS = 3
-SLOW = 1.5 * process.HANG_POLLS * POLL_SECONDS  # seconds of a step
+SLOWDOWN = 20
+SLOW = 1.5 * 7 * POLL_SECONDS  # seconds of a step
 
 
 def started(program: str = PROGRAM, **arguments: int) -> CoreProcess:
     return CoreProcess(
         arguments, [], threads=1, program=program, poll_seconds=POLL_SECONDS, cpu_seconds=0.005,
-        min_steps=MIN_STEPS,
+        min_steps=MIN_STEPS, slowdown=SLOWDOWN, hang_polls=7,
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def test_step_counts_as_hung_after_more_cpu_time_than_a_slow_one(core: CoreProce
 
 @pytest.mark.slow
 def test_slow_steps_raise_the_limit_of_the_next_ones(core: CoreProcess) -> None:
-    usual = 1.5 * SLOW / process.SLOWDOWN
+    usual = 1.5 * SLOW / SLOWDOWN
     for _ in range(MIN_STEPS):
         core.call("step", usual, prompt_tokens=0)
     assert core.call("step", SLOW, prompt_tokens=0) == SLOW

@@ -1,8 +1,7 @@
 """Python binding of decode_layer.c: the operations between a layer's matmuls, and all layers.
 
-For a few new tokens per row, C needs four calls per layer, or one for all layers if their weights
-are in panels (gemm.py); torch needs about forty operations per layer. Letters in shapes: T new
-tokens of all rows, D head_dim.
+For a few new tokens per row, C needs four calls per layer, or one for all layers, torch about forty
+operations per layer. Letters in shapes: T new tokens of all rows, D head_dim.
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ ARGUMENTS = {
 
 
 class CompiledLayerOps:
-    """Replaces `decoder.TorchLayerOps` for a few new tokens per row.
-
-    `arguments` are those of the C functions, with what `attend` has set for the last layer.
-    """
+    """Replaces `decoder.TorchLayerOps` for a few new tokens per row."""
 
     def __init__(
         self,
@@ -107,8 +103,8 @@ class CompiledLayerOps:
         self._library = library
         self._cache = cache
         self._threads = torch.get_num_threads()
-        (cosine, sine) = rotary
-        (row, column, start, end) = places
+        cosine, sine = rotary
+        row, column, start, end = places
         self._tensors = cosine, sine, places  # must stay alive while C reads them
         # The struct calls the width of the rows, in tokens, `capacity`.
         self.arguments = AttentionStruct(
@@ -140,10 +136,7 @@ class CompiledLayerOps:
     def attend(
         self, module: Any, layer_type: str, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Attention of the new tokens; query, key and value are [T, heads * D].
-
-        Also writes key and value to the KV cache. All layers have full attention.
-        """
+        """Write key and value to the KV cache, and return the attention; all [T, heads * D]."""
         arguments = self.arguments
         layer = module.layer_idx
         shared_keys, shared_values = self._cache.shared[layer]
@@ -172,9 +165,8 @@ class CompiledLayers:
     """All layers of `model`, a Llama-family model without its head, in one C call.
 
     `can_compile` must be true. With a call per operation, a decode step of Qwen3-0.6B takes 1.1
-    times as long, and one of a small model 1.4 times; the bits are the same. C gets the addresses
-    of weights and KV cache in a table, made again when the layout of the cache changes. New weights
-    are loaded into the same memory.
+    times as long, and one of a small model 1.4 times; the bits are the same. New weights must be
+    loaded into the same memory.
     """
 
     def __init__(self, library: ctypes.CDLL, model: Any, cache: KVCache) -> None:
@@ -183,11 +175,11 @@ class CompiledLayers:
         self._cache = cache
         panels = model.layers[0].mlp.down_proj.fused.packed
         self._multiply = ctypes.cast(panels.library.multiply, POINTER)
-        self._table: Any = None  # array of LayerStruct, valid for the cache's layout `_layout`
+        self._table: Any = None  # LayerStructs, valid for the cache's layout `_layout`
         self._layout = -1
 
     def __call__(self, hidden: Tensor, ops: CompiledLayerOps) -> Tensor:
-        """Last hidden states [T, hidden_size] of T tokens; overwrites the embeddings `hidden`."""
+        """Last hidden states [T, hidden_size]; overwrites the embeddings `hidden`."""
         if self._cache.layout != self._layout:
             self._table = self._addresses()
             self._layout = self._cache.layout
@@ -276,8 +268,7 @@ def _linear_struct(linear: Any) -> LinearStruct:
 def sum_blocks(library: ctypes.CDLL, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Each block's largest logit, and its sum of exp((logit - largest) / temperature).
 
-    `logits` are [n, V], contiguous, in the dtype of the library; the results fp32 [n, V /
-    BLOCK_SIZE].
+    `logits` [n, V] are contiguous and in the dtype of the library; the results are in fp32.
     """
     num_blocks = logits.shape[1] // BLOCK_SIZE
     largest, sums = logits.new_empty((2, len(logits), num_blocks), dtype=torch.float32)
@@ -290,11 +281,7 @@ def sum_blocks(library: ctypes.CDLL, logits: Tensor, temperature: float) -> tupl
 def library_for(
     dtype: torch.dtype, device: torch.device, *, queries_per_head: int, head_dim: int
 ) -> ctypes.CDLL | None:
-    """The library of decode_layer.c for `queries_per_head` query heads per key head.
-
-    None for unsupported sizes, dtype or device, without a compiler, or if results differ from
-    torch's.
-    """
+    """The library of decode_layer.c; None if it is not supported or its results are wrong."""
     supported = not head_dim % LANES and head_dim <= MAX_WIDTH and queries_per_head <= MAX_GROUP
     if device.type != "cpu" or dtype not in DEFINES or not supported:
         return None

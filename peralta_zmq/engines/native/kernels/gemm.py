@@ -1,8 +1,7 @@
 """Packed weights: stored in the memory order that this machine multiplies fastest.
 
-One packed order is oneDNN's. The other is that of our C files, which store a weight in panels:
-gemm.c in bfloat16, for AVX512-BF16 or AMX (it multiplies float32 where that is faster), and
-gemm_float.c in float32. There, they beat oneDNN for every measured number of input rows
+Either in oneDNN's order, or in the panels of our C files: gemm.c for bfloat16, with AVX512-BF16 or
+AMX, and gemm_float.c for float32. There, they beat oneDNN for every measured number of input rows
 (products_vs_onednn_* of `bin/bench generation`). Each is checked against a plain matmul before use,
 because torch's operators for oneDNN are private, and ours depend on the local compiler.
 """
@@ -25,7 +24,6 @@ from peralta_zmq.compiler import INT, INT64, POINTER
 from peralta_zmq.errors import described
 
 logger = logging.getLogger(__name__)
-ONEDNN_ROWS = 32  # number of input rows for which oneDNN optimizes its order
 ARGUMENTS = {
     "pack": (POINTER, POINTER, INT64, INT64, INT),
     "multiply": (POINTER, POINTER, POINTER, POINTER, INT64, INT64, INT64, INT),
@@ -33,12 +31,12 @@ ARGUMENTS = {
 
 
 class Variant(NamedTuple):
-    """One of the ways to compile one of the C files."""
+    """A way to compile one of the C files."""
 
     source: Path
     dtype: torch.dtype  # of weights and rows
-    product_dtype: torch.dtype  # of the numbers that are multiplied
-    cpu_feature: str  # of the processors on which it is used
+    product_dtype: torch.dtype  # dtype in which numbers are multiplied
+    cpu_feature: str  # needed to use it
     defines: tuple[str, ...]  # compiler options
     panel_width: int  # outputs per panel, as in the C file
     step: int  # the number of inputs of a weight must be a multiple of it
@@ -47,7 +45,6 @@ class Variant(NamedTuple):
 BF16 = torch.bfloat16
 FP32 = torch.float32
 GEMM, GEMM_FLOAT = (Path(__file__).with_name(name) for name in ("gemm.c", "gemm_float.c"))
-# Of those with one product dtype, the faster one first.
 VARIANTS = (
     Variant(GEMM, BF16, BF16, "amx_bf16", ("-DWITH_AMX",), panel_width=32, step=32),
     Variant(GEMM, BF16, BF16, "avx512_bf16", (), panel_width=32, step=2),
@@ -57,13 +54,14 @@ VARIANTS = (
 
 
 class OnednnWeight:
-    """A weight in the order of oneDNN, for every dtype that oneDNN supports."""
+    """A weight in the order of oneDNN."""
 
     def __init__(self, weight: Tensor) -> None:
         self.load(weight)
 
     def load(self, weight: Tensor) -> None:
-        self._weight = cast(Any, torch.ops.mkldnn)._reorder_linear_weight(weight, ONEDNN_ROWS)
+        # 32: the number of input rows for which oneDNN optimizes the order.
+        self._weight = cast(Any, torch.ops.mkldnn)._reorder_linear_weight(weight, 32)
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         operators = cast(Any, torch.ops.mkldnn)
@@ -90,10 +88,7 @@ class PanelWeight:
         return self._panels.data_ptr()
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply `rows`, [..., in], to [..., out]; `bias` is [out].
-
-        Raises RuntimeError, like torch's linear layers, if the size or dtype does not match.
-        """
+        """Multiply `rows`, [..., in], to [..., out]; RuntimeError for another size or dtype."""
         if rows.dtype != self._panels.dtype or rows.shape[-1] != self.inputs:
             expected = f"[..., {self.inputs}] of {self._panels.dtype}"
             raise RuntimeError(f"rows are {list(rows.shape)} of {rows.dtype}, not {expected}")
@@ -142,7 +137,7 @@ def panel_kernel(dtype: torch.dtype) -> tuple[Variant, ctypes.CDLL] | None:
 
 
 def variants_for(dtype: torch.dtype) -> list[Variant]:
-    """The variants for `dtype` that suit this CPU, the faster one first."""
+    """The variants for `dtype` that suit this CPU, the fastest one first."""
     features = compiler.cpu_features().split()
     product_dtype = BF16 if dtype == BF16 and models.multiplies_bf16_faster() else FP32
     return [
