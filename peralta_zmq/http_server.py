@@ -85,9 +85,7 @@ class HttpServer:
             exception_handlers={HTTPException: self._refuse_request, Exception: self._fail},
         )
         config = uvicorn.Config(
-            AccessControl(
-                app, token=token, token_setting=token_setting, refuse=refuse, has_login=has_login
-            ),
+            AccessControl(app, token, token_setting, refuse, has_login),
             # By default, uvicorn would use other packages, if installed, for `loop` and `ws`.
             loop="asyncio",
             http=type("LimitedConnection", (Connection,), {"limits": limits}),
@@ -142,51 +140,43 @@ class HttpServer:
         return self._refuse(request, HTTPException(500, reason))
 
 
+@dataclass(frozen=True)
 class AccessControl:
     """ASGI middleware: refuses requests without the token, or without one foreign Host headers."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        token: str | None,
-        token_setting: str,
-        refuse: Refuse,
-        has_login: bool,
-    ) -> None:
-        self._app = app
-        self._token = token
-        self._refuse = refuse
-        self._reason = f"wrong or missing password; use the one in {token_setting}"
-        self._cookie = ""  # empty: not accepted
-        if has_login and token:
-            self._reason += "; a browser can open /?token=PASSWORD"
-            # Browsers send a cookie to all ports of a host, and each may have another server.
-            self._cookie = f"peralta_token_{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+    app: ASGIApp
+    token: str | None
+    token_setting: str
+    refuse: Refuse
+    has_login: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await (self._response(Request(scope)) or self._app)(scope, receive, send)
+            await (self._response(Request(scope)) or self.app)(scope, receive, send)
 
     def _response(self, request: Request) -> Response | None:
         """The response if the application is not to be called."""
         cookie = ""
-        if self._cookie and self._token:
-            if _is_equal(request.query_params.get("token", ""), self._token):
+        reason = f"wrong or missing password; use the one in {self.token_setting}"
+        if self.has_login and self.token:
+            # Browsers send a cookie to all ports of a host, and each may have another server.
+            name = f"peralta_token_{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
+            if _is_equal(request.query_params.get("token", ""), self.token):
                 # The token leaves the address bar. "lax" also sends it from links on other sites.
                 response = RedirectResponse(request.scope["path"], 303)
-                response.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
+                response.set_cookie(name, self.token, httponly=True, samesite="lax")
                 return response
-            cookie = request.cookies.get(self._cookie, "")
-        if may_answer(request.headers, cookie, token=self._token):
+            cookie = request.cookies.get(name, "")
+            reason += "; a browser can open /?token=PASSWORD"
+        if may_answer(request.headers, cookie, token=self.token):
             request.scope["is_authorized"] = True
             return None
-        if self._token is None:
+        if self.token is None:
             reason = (
                 "the Host header is not a name of this machine; use 127.0.0.1 or set a token_file"
             )
-            return self._refuse(request, HTTPException(400, reason))
-        return self._refuse(request, HTTPException(401, self._reason))
+            return self.refuse(request, HTTPException(400, reason))
+        return self.refuse(request, HTTPException(401, reason))
 
 
 def may_answer(headers: Mapping[str, str], *passwords: str, token: str | None) -> bool:

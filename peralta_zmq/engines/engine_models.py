@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +18,10 @@ from peralta_zmq.models.frozen_base import BaseWeights, load_base_weights
 from peralta_zmq.models.rounding import grid_noise, off_grid
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 
-logger = logging.getLogger(__name__)
-
 
 def chosen_device(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
     device = models.choose_device(settings.device)
-    dtype, reason = models.choose_dtype(device, settings.dtype)
-    logger.debug("device=%s dtype=%s (%s)", device, str(dtype).removeprefix("torch."), reason)
+    dtype, _ = models.choose_dtype(device, settings.dtype)
     return device, dtype
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from peralta_zmq.config import Config
-from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
-from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION
+from peralta_zmq.engines.native.prefix_cache import KEPT_FRACTION, PROMPT_ROWS
 from peralta_zmq.memory.model_shape import ModelShape
 from peralta_zmq.models.base_formats import BYTES_PER_WEIGHT, PACKED_FORMATS
 from peralta_zmq.models.head import KEPT_BYTES

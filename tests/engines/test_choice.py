@@ -38,9 +38,8 @@ def test_option_that_an_engine_lacks_is_refused_with_the_engines_that_have_it(na
     message = rf"engine\.quantize 4 is not an option of engine {engine}; .*engine\.name to mlx"
     with pytest.raises(ConfigError, match=message):
         choose_engine(name, EngineSettings(quantize=4), machine=OTHER)
-
-
-def test_option_is_left_to_a_custom_engine() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.vllm_args .* set engine\.name to vllm"):
+        choose_engine(name, EngineSettings(vllm_args={"seed": 1}), machine=OTHER)
     choose_engine("my_lab.Engine", EngineSettings(quantize=4), machine=OTHER)
 
 
@@ -52,22 +51,24 @@ def test_missing_library_is_named_with_its_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "engine", "reason"),
+    ("machine", "device", "engine", "reason"),
     [
-        (Machine(is_apple=True, has_mlx=True), "mlx", "auto: Apple silicon with mlx-lm"),
-        (Machine(is_apple=True, has_mlx=False), "native", "auto: mlx-lm is not installed; pip in"),
-        (Machine(is_apple=False, has_mlx=True), "native", "auto: neither Apple silicon nor CUDA"),
-        (GPU, "vllm", "auto: CUDA with vLLM 0.32.1"),
-        (GPU._replace(vllm=None), "native", "auto: engine.name 'vllm' needs vLLM"),
-        (GPU._replace(has_cuda=False), "native", "auto: neither Apple silicon nor CUDA"),
+        (Machine(is_apple=True, has_mlx=True), "auto", "mlx", "auto: Apple silicon with mlx-lm"),
+        (Machine(is_apple=True, has_mlx=False), "auto", "native", "auto: mlx-lm is not installed"),
+        (Machine(is_apple=False, has_mlx=True), "auto", "native", "auto: neither Apple silicon"),
+        (GPU, "auto", "vllm", "auto: CUDA with vLLM 0.32.1"),
+        (GPU, "cuda:1", "vllm", "auto: CUDA with vLLM 0.32.1"),
+        (GPU, "cpu", "native", "auto: neither Apple silicon nor CUDA"),
+        (GPU._replace(vllm=None), "auto", "native", "auto: engine.name 'vllm' needs vLLM"),
+        (GPU._replace(has_cuda=False), "auto", "native", "auto: neither Apple silicon nor CUDA"),
     ],
 )
-def test_automatic_choice_depends_on_the_machine(
-    machine: Machine, engine: str, reason: str
+def test_automatic_choice_depends_on_machine_and_device(
+    machine: Machine, device: str, engine: str, reason: str
 ) -> None:
     if engine == "mlx":
         pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
-    chosen, given = choose_engine("auto", EngineSettings(), machine=machine)
+    chosen, given = choose_engine("auto", EngineSettings(device=device), machine=machine)
     assert chosen == engine and given.startswith(reason)
     assert choose_engine("hf", EngineSettings(), machine=machine) == ("hf", "set by engine.name")
 
@@ -113,14 +114,6 @@ def test_vllm_refuses_a_temperature_that_it_lacks() -> None:
             choose_engine("vllm", EngineSettings(), samplings=[sampling], machine=GPU)
 
 
-def test_automatic_choice_uses_vllm_on_the_device_of_the_settings() -> None:
-    engines = [
-        choose_engine("auto", EngineSettings(device=device), machine=GPU)[0]
-        for device in ("auto", "cuda", "cuda:1", "cpu")
-    ]
-    assert engines == ["vllm", "vllm", "vllm", "native"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -139,11 +132,6 @@ def test_arguments_of_vllm_that_the_program_sets_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_engine("vllm", EngineSettings(vllm_args=arguments), machine=GPU)
-
-
-def test_arguments_of_vllm_are_refused_for_other_engines() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.vllm_args .* set engine\.name to vllm"):
-        choose_engine("hf", EngineSettings(vllm_args={"seed": 1}), machine=OTHER)
 
 
 @pytest.mark.parametrize("name", ["native", "auto"])

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from engine_data import (
     trainer_logprobs,
     with_sampling,
 )
+from safetensors.torch import save_file
 from sample_data import TINY, resident_bytes
 from transformers import (
     LogitsProcessorList,
@@ -587,18 +587,12 @@ def test_folder_that_cannot_be_loaded_raises_store_error(damage: str, opener: Op
     elif damage == "tensor":
         tensors = models.weights_of(sharp_model())
         del tensors["model.norm.weight"]
-        save_weights(tensors, weights)
+        save_file(tensors, weights, {"format": "pt"})
     else:
         (folder / damage).unlink()
     with pytest.raises(StoreError, match=str(folder)) as caught:
         opener.open(folder)
     assert "\n" not in str(caught.value)
-
-
-def save_weights(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, file, {"format": "pt"})
 
 
 @pytest.mark.slow

@@ -268,6 +268,15 @@ def assert_exact_logprobs(
     assert is_as_exact_as_torch(torch.from_numpy(ours), plain, exact, largest_value=LARGEST_LOGIT)
 
 
+def assert_greedy_matches(
+    engine: Engine, model: Any, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> None:
+    """Compare greedy tokens and logprobs of the engine with those of transformers."""
+    completions = sampled(engine, GREEDY, requests(prompts))
+    assert tokens(completions) == [plain_greedy(model, prompt, 12) for prompt in prompts]
+    assert_exact_logprobs(completions, trainer_logprobs(model, completions))
+
+
 def across_weights(
     engine: Any, newer_model: Callable[[int], Any], sampling: Sampling
 ) -> list[Completion]:

@@ -17,9 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import check_cache_memory
-
 
 class Span(NamedTuple):
     """The range of the shared part that a row's sequence begins with, `end` excluded."""
@@ -196,28 +193,3 @@ def cache_shape(config: Any) -> dict[str, int]:
         "num_heads": config.num_key_value_heads,
         "head_dim": head_dim or config.hidden_size // config.num_attention_heads,
     }
-
-
-def check_memory(
-    model: models.Model,
-    *,
-    slots: int,
-    rows_per_slot: float,
-    extra_rows: int,
-    capacity: int,
-    memory_fraction: float | None = None,
-) -> None:
-    """Raise ConfigError if the keys and values do not fit into the free memory.
-
-    `rows_per_slot` is above 1 if ended turns are kept; `extra_rows` are for prompts and the shared
-    part. Logits and the packing of weights are not counted.
-    """
-    row_bytes = capacity * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize
-    check_cache_memory(
-        row_bytes,
-        slots=slots,
-        rows_per_slot=rows_per_slot,
-        extra_rows=extra_rows,
-        max_model_len=capacity,
-        free_bytes=models.free_bytes(model.device, fraction=memory_fraction),
-    )

@@ -6,6 +6,7 @@ A decode step computes new prompts in the same pass over the weights as the runn
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,14 +16,18 @@ import torch
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import Rows, SamplingInputs
+from peralta_zmq.engines.completion_rows import Rows, SamplingInputs, check_cache_memory
 from peralta_zmq.engines.engine_models import AdapterMerger, open_model
 from peralta_zmq.engines.hf_engine import hf_engine
 from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
-from peralta_zmq.engines.native.kv_cache import EMPTY_SPAN, check_memory
-from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS, PrefixCache
+from peralta_zmq.engines.native.kv_cache import EMPTY_SPAN, cache_shape
+from peralta_zmq.engines.native.prefix_cache import (
+    KEPT_FRACTION,
+    PROMPT_ROWS,
+    PrefixCache,
+    TurnCache,
+)
 from peralta_zmq.engines.native.token_sampler import sample_rows
-from peralta_zmq.engines.native.turn_cache import KEPT_FRACTION, TurnCache
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings
@@ -68,14 +73,15 @@ def native_engine(
     check_length(model.config, settings.max_model_len)
     length = min(settings.max_model_len, models.max_positions(model))
     fraction = KEPT_FRACTION if settings.keeps_turns else 0.0
-    check_memory(
-        model,
+    # Without logits, and the packing of weights.
+    check_cache_memory(
+        length * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize,
         slots=settings.slots,
+        max_model_len=length,
         rows_per_slot=1 + fraction,
         # One for the shared part of the KV cache, which has at most the size of a row.
         extra_rows=PROMPT_ROWS + 1,
-        capacity=length,
-        memory_fraction=settings.gpu_memory_utilization,
+        free_bytes=models.free_bytes(model.device, fraction=settings.gpu_memory_utilization),
     )
     end_ids = models.end_token_ids(model.generation_config, tokenizer)
     decoder = Decoder(model, num_rows=settings.slots + PROMPT_ROWS, capacity=length, live=live)

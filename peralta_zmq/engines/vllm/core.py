@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class Core:
 
     def differing_tensor(self, folder: str) -> str | None:
         """Name of a tensor whose value in use is not the one in `folder`, if there is one."""
-        return next(filter(None, self._engine.apply_model(Comparison(folder))), None)
+        return next(filter(None, self._engine.apply_model(partial(differing, folder))), None)
 
 
 def pack_shared_head(model: torch.nn.Module) -> None:
@@ -109,28 +110,23 @@ def pack_shared_head(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
-class Comparison:
-    """Compares a sample of a model's tensors with those in a folder.
+def differing(folder: str, model: torch.nn.Module) -> str | None:
+    """Compare a sample of a model's tensors with those in a folder.
 
     Only tensors that vLLM keeps unquantized under their names and shapes: it fuses some linear
     layers, repacks all on a CPU, and divides matrices with tensor parallelism.
     """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder  # a worker process of vLLM opens it itself
-
-    def __call__(self, model: torch.nn.Module) -> str | None:
-        published = models.folder_weights(Path(self._folder))
-        for name, parameter in model.named_parameters():
-            if name not in published or published[name].shape != parameter.shape:
-                continue
-            if parameter.dtype.itemsize == 1:  # quantized
-                continue
-            stride = max(1, parameter.numel() // 1024)
-            ours = parameter.detach().flatten()[::stride].cpu()
-            if not torch.equal(ours, published[name].flatten()[::stride].to(ours.dtype)):
-                return name
-        return None
+    published = models.folder_weights(Path(folder))
+    for name, parameter in model.named_parameters():
+        if name not in published or published[name].shape != parameter.shape:
+            continue
+        if parameter.dtype.itemsize == 1:  # quantized
+            continue
+        stride = max(1, parameter.numel() // 1024)
+        ours = parameter.detach().flatten()[::stride].cpu()
+        if not torch.equal(ours, published[name].flatten()[::stride].to(ours.dtype)):
+            return name
+    return None
 
 
 def main(descriptor: int) -> None:

@@ -96,10 +96,6 @@ class CoreProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def check(self) -> None:
-        if (code := self._process.poll()) is not None:
-            raise EngineProcessError(_end_text(code))
-
     def call(self, name: str, *arguments: Any, prompt_tokens: int | None = None) -> Any:
         """The result of a method of core.Core.
 

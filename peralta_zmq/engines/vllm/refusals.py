@@ -28,22 +28,13 @@ SETTINGS = {  # arguments that are settings of this program
     "max_model_len": "engine.max_model_len",
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
 }
-FIXED = {  # arguments with only one correct value -> the reason
-    "logprobs_mode": "logprobs are at the sampling temperature",
-    **dict.fromkeys(
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-        "its logprobs are not those of the sampled tokens",
-    ),
-    "logits_processors": "they would change the logprobs",
-    "watermark_config": "its random numbers depend on earlier tokens",
-    **dict.fromkeys(
-        ("async_scheduling", "pipeline_parallel_size", "stream_interval"),
-        "each token needs the policy step of its weights",
-    ),
-    "skip_tokenizer_init": "vLLM gets and returns tokens",
-    "generation_config": "sampling options are those of [sampling]",
-    "enable_lora": "adapters are merged into the weights",
-}
+# Arguments that would change tokens, logprobs or when new weights apply.
+FIXED = (
+    "logprobs_mode", "logits_processors", "watermark_config", "generation_config",
+    "speculative_config", "spec_method", "spec_model", "spec_tokens",
+    "async_scheduling", "pipeline_parallel_size", "stream_interval",
+    "skip_tokenizer_init", "enable_lora",
+)  # fmt: skip
 
 
 def installed_version() -> str | None:
@@ -99,7 +90,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if name in SETTINGS:
             raise ConfigError(f"engine.vllm_args.{name} is {SETTINGS[name]}; set that instead")
         if name in FIXED:
-            raise ConfigError(f"engine.vllm_args.{name} cannot be set: {FIXED[name]}; remove it")
+            raise ConfigError(
+                f"engine.vllm_args.{name} cannot be set: logprobs, or the policy steps of tokens, "
+                "would be wrong; remove it"
+            )
     overrides = arguments.get("hf_overrides", {})
     if not isinstance(overrides, Mapping):
         raise ConfigError(

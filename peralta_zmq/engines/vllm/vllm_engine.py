@@ -131,11 +131,12 @@ class VllmEngine:
     def advance(self) -> list[Completion]:
         if not (self._waiting or self._rows.count):
             return []
-        core = self._running_core()
+        if self._core is None:
+            raise EngineProcessError("the process of vLLM has failed")
         started = [new_request(request, self.max_model_len) for request in self._submitted]
         prompts = {request.prompt_ids.tobytes(): request for request in self._waiting.values()}
         num_new = sum(len(request.prompt_ids) for request in prompts.values())
-        tokens = self._call(core, "step", started, self._dropped, prompt_tokens=num_new)
+        tokens = self._call(self._core, "step", started, self._dropped, prompt_tokens=num_new)
         self._submitted = []
         try:
             self._append(tokens)
@@ -181,16 +182,6 @@ class VllmEngine:
             np.array([token.logprob for token in tokens], np.float32),
             step=self.step,
         )
-
-    def _running_core(self) -> CoreProcess:
-        if self._core is None:
-            raise EngineProcessError("the process of vLLM has failed")
-        try:
-            self._core.check()
-        except EngineProcessError:
-            self.close()
-            raise
-        return self._core
 
     def _start(self) -> CoreProcess:
         arguments = {**self._arguments, "max_num_seqs": self._slots}

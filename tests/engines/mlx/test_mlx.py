@@ -15,13 +15,11 @@ from engine_data import (
     DEVICE,
     GREEDY,
     PROMPTS,
-    assert_exact_logprobs,
-    plain_greedy,
+    assert_greedy_matches,
     requests,
     sampled,
     save_model,
     sharp_model,
-    tokens,
     trainer_logprobs,
 )
 
@@ -42,12 +40,6 @@ LLAMA3_ROPE = {
 def opened(folder: Path, **settings: Any) -> Engine:
     values = {"device": DEVICE, "dtype": "float32", "slots": 4, "max_model_len": 64, **settings}
     return registry.resolve("engine", "mlx").open(folder, EngineSettings(**values))
-
-
-def assert_greedy_matches(engine: Engine, model: Any) -> None:
-    completions = sampled(engine, GREEDY)
-    assert tokens(completions) == [plain_greedy(model, prompt, 12) for prompt in PROMPTS]
-    assert_exact_logprobs(completions, trainer_logprobs(model, completions))
 
 
 # Settings of config.json that mlx-lm reads under other names.

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from peralta_zmq import models
-from peralta_zmq.engines.native.graphs import GraphCache
 from peralta_zmq.rollout import Sampling
 
 CPU = torch.device("cpu")
@@ -78,24 +77,3 @@ def test_captured_steps_give_identical_completions() -> None:
     assert max(step for _, _, steps in plain.values() for step in steps) > 5
     assert capture.captures > 5  # at least one for each new layout of the shared part
     assert capture.replays > 150
-
-
-def test_forward_is_captured_at_its_second_run_per_layout() -> None:
-    capture = CountingCapture()
-    graphs, numbers = GraphCache(capture, CPU), torch.arange(6.0)
-
-    def run(start: int, end: int, layout: int, scale: torch.Tensor) -> list[float]:
-        inputs = numbers[start:end].clone()
-        result = graphs.run(lambda value: value * scale, inputs, key=end - start, layout=layout)
-        return result.tolist()
-
-    twice, thrice = torch.tensor(2.0), torch.tensor(3.0)
-    assert run(0, 2, 0, twice) == [0.0, 2.0]
-    assert (capture.captures, capture.replays) == (0, 0)
-    assert run(2, 4, 0, twice) == [4.0, 6.0]
-    assert run(4, 6, 0, thrice) == [8.0, 10.0]  # the captured scale, not the new one
-    assert (capture.captures, capture.replays) == (1, 2)
-    assert run(1, 4, 0, thrice) == [3.0, 6.0, 9.0]  # another key
-    assert run(0, 2, 1, thrice) == [0.0, 3.0]
-    assert run(2, 4, 1, thrice) == [6.0, 9.0]
-    assert (capture.captures, capture.replays) == (2, 3)

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from engine_data import (
     GREEDY,
     PROMPTS,
     assert_exact_logprobs,
+    assert_greedy_matches,
     engine_on,
     plain_greedy,
     requests,
@@ -31,7 +32,6 @@ from engine_data import (
     trainer_logprobs,
     with_sampling,
 )  # fmt: skip
-from exactness import assert_as_exact
 from sample_data import tiny_model
 
 from peralta_zmq import models
@@ -42,7 +42,7 @@ from peralta_zmq.engines.native.kernels.decode_layer import can_compile
 from peralta_zmq.engines.native.native_engine import NativeEngine, native_engine
 from peralta_zmq.engines.native.packed_linears import PackedLinear
 from peralta_zmq.engines.row_engine import RowEngine
-from peralta_zmq.errors import ConfigError, EngineError
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, Sampling
 
@@ -61,13 +61,6 @@ def engine_of(
 @pytest.fixture
 def engine(tokenizer: Any) -> RowEngine:
     return engine_of(sharp_model(), tokenizer, step=3)
-
-
-def assert_greedy_matches(engine: Any, model: Any, prompts: Sequence[Sequence[int]]) -> None:
-    """Compare greedy tokens and logprobs of the engine with those of transformers."""
-    completions = sampled(engine, GREEDY, requests(prompts))
-    assert tokens(completions) == [plain_greedy(model, prompt, 12) for prompt in prompts]
-    assert_exact_logprobs(completions, trainer_logprobs(model, completions))
 
 
 def test_decoder_uses_compiled_kernels_if_there_is_a_compiler() -> None:
@@ -95,22 +88,6 @@ def test_common_prefix_changes_no_token_and_no_logprob(family: str, tokenizer: A
     prompts = [[*prefix, last, 5] for last in range(40, 46)] + [prefix[:18]]
     engine = engine_of(sharp_model(**settings), tokenizer, slots=3)
     assert_greedy_matches(engine, sharp_model(**settings), prompts)
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_decoder_logits_are_as_exact_as_transformers(family: str) -> None:
-    ids, logits = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]]), list[torch.Tensor]()
-    decoder = Decoder(tiny_model(**FAMILIES[family]), num_rows=4, capacity=64)
-    with torch.inference_mode():
-        positions = np.tile(np.arange(8), (2, 1))
-        decoder.hidden_states([NewTokens(ids[:, :5].numpy(), positions[:, :5], first_row=1)])
-        for position in range(5, 8):
-            newest = slice(position, position + 1)
-            newest_tokens = NewTokens(ids[:, newest].numpy(), positions[:, newest], first_row=1)
-            (last,) = decoder.hidden_states([newest_tokens])
-            logits.append(decoder.logits(last[:, 0]))
-    ours, model = torch.stack(logits, 1), tiny_model(**FAMILIES[family])
-    assert_as_exact(ours, lambda model: model(input_ids=ids).logits[:, 5:], model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -169,23 +146,6 @@ def test_bf16_logprobs_are_as_exact_as_those_of_transformers(
         assert np.square(ours - exact).mean() <= 2 * np.square(torchs - exact).mean()
 
 
-def test_engine_without_packing_matches_transformers(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: Any
-) -> None:
-    def missing(*_: Any) -> None:
-        raise AttributeError
-
-    monkeypatch.setattr(gemm, "OnednnWeight", missing)
-    gemm.can_pack.cache_clear()
-    model = sharp_model()
-    try:
-        engine = engine_of(model, tokenizer)
-    finally:
-        gemm.can_pack.cache_clear()
-    assert packed_classes(model) == set()
-    assert tokens(sampled(engine, GREEDY)) == [plain_greedy(sharp_model(), p, 12) for p in PROMPTS]
-
-
 @pytest.mark.parametrize(
     ("options", "options_of_generate"),
     [({"repetition_penalty": 1.8}, {"repetition_penalty": 1.8}),
@@ -235,21 +195,6 @@ def test_completion_does_not_depend_on_the_number_of_slots(
     one = tokens(sampled(engine_on(sharp_model(), tokenizer, slots=1, **options), sampling))
     seven = tokens(sampled(engine_on(sharp_model(), tokenizer, slots=7, **options), sampling))
     assert one == seven
-
-
-@pytest.mark.parametrize("stop", [(), ("never generated",)])
-def test_request_may_wait_while_another_is_sampled(
-    engine: RowEngine, stop: tuple[str, ...]
-) -> None:
-    calls: list[int] = []
-    sampling, batch = replace(GREEDY, stop=stop), requests()[:2]
-    expected = tokens(sampled(engine, sampling, batch))
-    completions = sampled(
-        engine, sampling, batch,
-        between_steps=lambda: calls.append(1),
-        may_submit=lambda: engine.num_free() == 4 or len(calls) >= 20,
-    )  # fmt: skip
-    assert tokens(completions) == expected
 
 
 # Prefix cache.
@@ -363,17 +308,6 @@ def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokeni
     assert_exact_logprobs(completions, np.concatenate(scores, 1))
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.v_proj.weight"])
-def test_non_finite_logits_raise_and_leave_the_cache_clean(engine: RowEngine, name: str) -> None:
-    before = tokens(sampled(engine, GREEDY))
-    good = models.weights_of(sharp_model())
-    engine.apply(WeightUpdate(9, {**good, name: torch.full_like(good[name], 3e38)}))
-    with pytest.raises(EngineError, match="weights of step 9 give logits that are not finite"):
-        sampled(engine, GREEDY)
-    engine.apply(WeightUpdate(3, good))
-    assert tokens(sampled(engine, GREEDY)) == before
-
-
 def test_growing_rows_keep_their_content(tokenizer: Any) -> None:
     long = Sampling(temperature=0.0, max_completion_length=80)
     engine = engine_of(sharp_model(), tokenizer, max_model_len=100)  # rows of 32, 64, 96, 100
@@ -399,20 +333,12 @@ def test_live_engine_does_not_modify_the_model(tokenizer: Any) -> None:
 # Rejected requests.
 
 
-def test_slots_that_do_not_fit_in_memory_raise(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"engine.slots 900000000 .* GiB .* use engine.slots \d"):
-        engine_of(sharp_model(), tokenizer, slots=900_000_000)
-
-
-def test_cache_beyond_the_fraction_of_the_memory_is_refused(tokenizer: Any) -> None:
+def test_keys_and_values_beyond_the_memory_are_refused_kept_turns_included(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"for keys and values, 0\.0 GiB are free; use a smaller"):
         engine_of(sharp_model(), tokenizer, gpu_memory_utilization=1e-9)
-
-
-def test_kept_turns_count_in_the_memory_check(tokenizer: Any) -> None:
-    slots: list[int] = []  # that the messages recommend
+    slots: list[int] = []  # recommended numbers
     for keeps_turns in (False, True):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=r"engine.slots 900000000 .* GiB") as caught:
             engine_of(sharp_model(), tokenizer, slots=900_000_000, keeps_turns=keeps_turns)
         slots += map(int, re.findall(r"use engine\.slots (\d+)", str(caught.value)))
     assert slots[0] == pytest.approx(1.25 * slots[1], rel=0.1)  # free memory changes meanwhile

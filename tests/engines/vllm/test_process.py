@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from engine_data import save_model, sharp_model
 
 from peralta_zmq import models
 from peralta_zmq.engines.vllm import process
-from peralta_zmq.engines.vllm.core import Comparison
+from peralta_zmq.engines.vllm.core import differing
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.vllm_engine import saved
 from peralta_zmq.errors import EngineProcessError, OutageError
@@ -99,12 +100,11 @@ def assert_all_ended(core: CoreProcess, child: int) -> None:
         with suppress(psutil.NoSuchProcess):
             psutil.Process(pid).wait(9)
     with pytest.raises(EngineProcessError, match="was killed by SIGKILL"):
-        core.check()
+        core.call("pid_of_child")
 
 
 def test_exception_in_a_call_ends_the_process_with_its_kind(core: CoreProcess) -> None:
     child = core.call("pid_of_child")
-    core.check()
     with pytest.raises(CoreError, match=r"^no memory$") as caught:
         core.call("fail")
     assert caught.value.kind == "OutOfMemoryError" and caught.value.is_out_of_memory
@@ -118,13 +118,12 @@ def test_memory_error_of_a_worker_process_is_recognized() -> None:
     assert not CoreError("RuntimeError", "Worker failed with error 'CUDA error'").is_out_of_memory
 
 
-def test_killed_process_is_noticed_during_a_call_and_between_calls(core: CoreProcess) -> None:
+def test_killed_process_is_noticed_in_every_call(core: CoreProcess) -> None:
     os.kill(core.pid, signal.SIGKILL)
     message = r"was killed by SIGKILL \(perhaps the system was out of memory\)"
-    with pytest.raises(EngineProcessError, match=message):
-        core.call("step", 1.0)
-    with pytest.raises(EngineProcessError, match=message):
-        core.check()
+    for _ in range(2):
+        with pytest.raises(EngineProcessError, match=message):
+            core.call("step", 1.0)
 
 
 def test_process_that_ends_at_its_start_raises_its_code() -> None:
@@ -238,7 +237,7 @@ def test_files_of_weights_that_cannot_be_written_are_an_outage(
 
 def test_comparison_names_a_tensor_that_was_not_loaded(tmp_path: Path) -> None:
     save_model(sharp_model(), tmp_path)
-    compare, model = Comparison(str(tmp_path)), sharp_model()
+    compare, model = partial(differing, str(tmp_path)), sharp_model()
     assert compare(model) is None
     assert compare(model.bfloat16()) is None  # vLLM samples in another dtype
     quantized = sharp_model()  # as with engine.vllm_args quantization = "fp8_per_block"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +20,7 @@ from engine_data import (
     GREEDY,
     PROMPTS,
     assert_exact_logprobs,
+    assert_greedy_matches,
     completed,
     plain_greedy,
     requests,
@@ -29,7 +29,6 @@ from engine_data import (
     scored,
     sharp_model,
     switched_greedy,
-    tokens,
     trainer_logprobs,
     with_sampling,
 )
@@ -38,7 +37,7 @@ from peralta_zmq import models, registry
 from peralta_zmq.engines.vllm import process
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import installed_version
-from peralta_zmq.errors import ConfigError, EngineProcessError, OutageError
+from peralta_zmq.errors import ConfigError, EngineProcessError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Message, Request, Sampling
 
@@ -51,6 +50,7 @@ def loop(*_):
 
 signal.signal(signal.SIGUSR1, loop)
 """
+NEWER = WeightUpdate(7, models.weights_of(sharp_model(seed=8)))
 pytestmark = [
     pytest.mark.skipif(
         installed_version() is None, reason="vLLM is not installed; run make test-vllm"
@@ -79,16 +79,6 @@ def engine(tmp_path: Path) -> Iterator[Any]:
         yield engine
 
 
-def update(step: int, seed: int) -> WeightUpdate:
-    return WeightUpdate(step, models.weights_of(sharp_model(seed=seed)))
-
-
-def assert_greedy_matches(engine: Any, seed: int) -> None:
-    model = sharp_model(seed=seed)
-    expected = [plain_greedy(model, prompt, 12) for prompt in PROMPTS]
-    assert tokens(sampled(engine, GREEDY)) == expected
-
-
 # The process.
 
 
@@ -108,9 +98,9 @@ def test_failed_process_is_noticed_and_restarted_with_newer_weights(
     with pytest.raises(EngineProcessError):  # no samples from weights of the start
         sampled(engine, GREEDY)
     assert engine.drop(range(4)) == []
-    engine.apply(update(7, 8))
+    engine.apply(NEWER)
     assert engine.step == 7
-    assert_greedy_matches(engine, 8)
+    assert_greedy_matches(engine, sharp_model(seed=8))
     assert [*partial] == [0, 1, 2, 3] and all(each.is_partial for each in partial.values())
     batch = [replace(request, resumes=partial.get(request.index)) for request in requests()]
     for each, before in zip(sampled(engine, GREEDY, batch), partial.values(), strict=False):
@@ -148,23 +138,10 @@ def test_weights_that_were_not_loaded_are_noticed(
     with monkeypatch.context() as patch:
         patch.setattr(CoreProcess, "call", without_reload)
         with pytest.raises(EngineProcessError, match=r"other values in .* weights of step 7"):
-            engine.apply(update(7, 8))
+            engine.apply(NEWER)
     assert engine.step == 3
-    engine.apply(update(7, 8))
-    assert_greedy_matches(engine, 8)
-
-
-def test_engine_keeps_its_weights_while_newer_ones_cannot_be_written(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-        with pytest.raises(OutageError):
-            engine.apply(update(7, 8))
-    assert engine.step == 3
-    assert_greedy_matches(engine, 0)
-    engine.apply(update(7, 8))
-    assert_greedy_matches(engine, 8)
+    engine.apply(NEWER)
+    assert_greedy_matches(engine, sharp_model(seed=8))
 
 
 def test_memory_that_is_too_small_halves_the_slots_until_one(
@@ -191,11 +168,11 @@ def test_memory_that_is_too_small_halves_the_slots_until_one(
             with pytest.raises(EngineProcessError, match=rf"with {slots} slots; lower engine\.s"):
                 sampled(engine, GREEDY)
             engine.drop(range(len(PROMPTS)))
-            engine.apply(update(7, 8))
+            engine.apply(NEWER)
         with pytest.raises(ConfigError, match=r"engine\.slots 1: CUDA .* engine\.gpu_memory_uti"):
             sampled(engine, GREEDY)
-    engine.apply(update(7, 8))
-    assert_greedy_matches(engine, 8)
+    engine.apply(NEWER)
+    assert_greedy_matches(engine, sharp_model(seed=8))
 
 
 # The prefix cache.
@@ -210,7 +187,7 @@ def test_new_prompt_does_not_use_the_cache_of_earlier_weights(engine: Any) -> No
     def between_steps() -> None:
         calls.append(1)
         if len(calls) == 4:
-            engine.apply(update(7, 8))
+            engine.apply(NEWER)
 
     first, *later = sampled(
         engine, GREEDY, requests(prompts), between_steps=between_steps,

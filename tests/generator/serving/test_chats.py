@@ -56,12 +56,6 @@ class Scene:
             between_steps()
         return [completion for group in groups for completion in group.completions]
 
-    def serve(self, *chats: ChatCompletion) -> None:
-        """Sample until these chats have ended."""
-        self.chats.submit(chats)
-        while not all(each.result.done() for each in chats):
-            self.advance()
-
 
 @pytest.fixture
 def scene() -> Scene:
@@ -133,32 +127,20 @@ def test_cancelled_chat_leaves_its_slot_before_the_next_token(scene: Scene) -> N
     assert (len(served.tokens), scene.engine.num_free()) == (5, 16)
 
 
-def test_chat_in_flight_is_interrupted_by_close(scene: Scene) -> None:
-    served = chat(max_completion_length=50, min_tokens=50)
-    scene.chats.submit([served])
-    scene.advance()
-    scene.chats.close()
-    with pytest.raises(InterruptedChatError, match="the run has ended"):
-        served.result.result(0)
-
-
 def test_chats_in_flight_are_interrupted_when_the_weights_are_useless(scene: Scene) -> None:
-    served, waiting = chat(max_completion_length=50, min_tokens=50), chat()
-    scene.chats.submit([served])
+    dropped, running, waiting = (chat(max_completion_length=50, min_tokens=50) for _ in range(3))
+    scene.chats.submit([dropped])
     scene.advance()
     scene.chats.interrupt(scene.sampler)
     assert scene.engine.num_free() == 16
     with pytest.raises(InterruptedChatError, match="dropped its completions"):
-        served.result.result(0)
+        dropped.result.result(0)
+    scene.chats.submit([running])
+    scene.advance()
     scene.chats.submit([waiting])
     scene.chats.close()
-    with pytest.raises(InterruptedChatError, match="the run has ended"):
-        waiting.result.result(0)
+    for ended in (running, waiting):
+        with pytest.raises(InterruptedChatError, match="the run has ended"):
+            ended.result.result(0)
     with pytest.raises(InterruptedChatError, match="the run has ended"):
         scene.chats.submit([chat()])
-
-
-def test_chats_are_served_without_training(scene: Scene) -> None:
-    served = chat(max_completion_length=12)
-    scene.serve(served)
-    assert len(served.tokens) <= 12

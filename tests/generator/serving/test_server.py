@@ -233,17 +233,6 @@ def test_full_queue_is_a_rate_limit_and_a_hang_up_makes_room(
     until(lambda: scene.chats.num_waiting == 0)
 
 
-def test_client_that_hangs_up_frees_its_slot(scene: Scene, client_of: ClientOf) -> None:
-    client = client_of(scene.serve().port)
-    stream = client.chat.completions.create(
-        messages=HELLO, model="demo", temperature=2, stream=True, n=2
-    )
-    next(iter(stream))
-    stream.close()
-    reply = client.chat.completions.create(messages=HELLO, model="demo", max_tokens=3, n=8)
-    assert len(reply.choices) == 8 and scene.num_trained
-
-
 def test_interrupted_chats_are_errors_that_clients_retry(scene: Scene, client_of: ClientOf) -> None:
     scene.pause()
     server = scene.serve()
