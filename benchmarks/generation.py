@@ -41,13 +41,12 @@ from benchmarks.harness import (
 from benchmarks.limits import bandwidth_meter, flops
 from benchmarks.peers import environment
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import Rows
 from peralta_zmq.engines.hf_engine import hf_engine
 from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.engines.native.kernels import gemm
 from peralta_zmq.engines.native.native_engine import CachedRows, native_engine
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
-from peralta_zmq.engines.row_engine import RowEngine
+from peralta_zmq.engines.row_engine import RowEngine, Rows
 from peralta_zmq.environments import calculator
 from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Int32Array, Request, Sampling

@@ -16,10 +16,7 @@ HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})
 
 
 def listen(host: str, port: int, *, host_setting: str) -> socket.socket:
-    """A listening socket on an address (IPv4 or IPv6) or name of this machine.
-
-    Raises OSError if the port is in use, and ConfigError that names `host_setting` otherwise.
-    """
+    """A listening socket; OSError for a used port, ConfigError for another unusable address."""
     name = host.strip("[]")
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     dualstack = ":" in name and socket.has_dualstack_ipv6()
@@ -52,7 +49,6 @@ def host_of(text: str) -> str:
 
 
 def with_port(host: str, port: int) -> str:
-    """HOST:PORT of a URL, with the brackets of IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -68,10 +64,7 @@ def host_and_port(address: str, *, option: str, default_port: int | None = None)
 
 
 def read_private_token(file: str | None, *, option: str = "security.token_file") -> str | None:
-    """The password in `file`, which the setting `option` names; None without a file.
-
-    Raises ConfigError if other users may read the file, or the password is short.
-    """
+    """The password in `file`; ConfigError if others may read the file or it is short."""
     if file is None:
         return None
     path = Path(file).expanduser()

@@ -108,7 +108,6 @@ class HttpServer:
         self.thread.start()
 
     def run(self) -> None:
-        """Serve in this thread until a signal."""
         self._server.run(sockets=[self._socket])
 
     def close(self) -> None:
@@ -235,17 +234,14 @@ class Connection(H11Protocol):
             longest.transport.abort()
 
     def handle_events(self) -> None:
-        """Override: called for each received part, and after a response."""
         super().handle_events()
         self._limit_wait()
 
     def pause_writing(self) -> None:
-        """Override: a part of a response waits for the client."""
         super().pause_writing()
         self._limit_wait()
 
     def resume_writing(self) -> None:
-        """Override: all parts are sent."""
         super().resume_writing()
         self._limit_wait()
 
@@ -276,10 +272,7 @@ class Connection(H11Protocol):
 def open_port(
     host: str, port: int, *, token: str | None, settings: tuple[str, str]
 ) -> socket.socket:
-    """A listening socket on an address of this machine; `settings` name those of host and port.
-
-    Raises ConfigError for an unusable address, a used port, or an open port without a token.
-    """
+    """A listening socket; ConfigError that names a setting of `settings`, (host, port)."""
     host_setting, port_setting = settings
     check_password(host, token=token, setting=port_setting)
     try:
@@ -291,10 +284,7 @@ def open_port(
 
 
 def check_password(host: str, *, token: str | None, setting: str) -> None:
-    """Raise ConfigError if other machines can reach `host` without a password.
-
-    `setting` names the setting of the host or of the port.
-    """
+    """Raise ConfigError if other machines can reach `host` without a password."""
     if token is None and not is_loopback(host):
         section = setting.partition(".")[0]
         owner = section if section in ("dashboard", "generator") else "security"

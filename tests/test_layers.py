@@ -60,7 +60,10 @@ LIBRARIES = {  # the only modules that may import a library
     "peft": {"models.lora"},
     "bitsandbytes": {"learning.optimizer"},
     "math_verify": {"environments.math_answers"},
-    "pydantic": {"config", "environments.verifier_client", "environments.verifier_service"},
+    "pydantic": {
+        *("config", "generator.serving.protocol"),
+        *("environments.verifier_client", "environments.verifier_service"),
+    },
     "pydantic_config": {"config"},
     "rich": {"observe"},
     "starlette": {

@@ -103,7 +103,6 @@ def _check_vllm(
     samplings: Sequence[Sampling],
     merged: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError if engine vllm cannot run so, or merge adapters into a model."""
     refusals.check_version(machine.vllm, has_cuda=machine.has_cuda)
     refusals.check_arguments(settings.vllm_args)
     for sampling in samplings:
@@ -115,7 +114,6 @@ def _check_vllm(
 def _check_mlx(
     settings: EngineSettings, config: Mapping[str, Any], merged: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError if engine mlx cannot serve a model, or merge adapters into it."""
     from peralta_zmq.engines.mlx.mlx_model import check_config
 
     if config:
@@ -142,10 +140,7 @@ def _check_settings(name: str, settings: EngineSettings, why: str) -> None:
 
 
 def live_engine(name: str) -> LiveEngineFactory:
-    """The class with which a trainer with `engine.name` `name` evaluates its model.
-
-    The native engine where the named one cannot open a torch model in memory.
-    """
+    """The class with which a trainer evaluates its model: native where `name` cannot."""
     factory = registry.resolve("engine", "native" if name == AUTO else name)
     if not hasattr(factory, "open_live"):
         factory = registry.resolve("engine", "native")

@@ -67,8 +67,6 @@ def open_model(
 
 
 def merger_of_files(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> AdapterMerger:
-    """A merger that reads the base weights from the files of `folder`."""
-
     def load_base(base_dtype: str) -> BaseWeights:
         if base_dtype in PACKED_FORMATS:
             cpu = torch.device("cpu")

@@ -37,10 +37,7 @@ class Replies(Protocol):
     def has_turns(self, problem: Problem) -> bool: ...
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[list[Message] | None]:
-        """The messages that follow `messages`, which begin with the prompt; None ends the episode.
-
-        The future has a TaskError if the reply cannot be computed.
-        """
+        """The messages that follow, or None; the future may have a TaskError."""
         ...
 
 
@@ -126,10 +123,7 @@ class Sampler:
     def start_alone(
         self, prompt_ids: Int32Array, sampling: Sampling, *, sampled: list[SampledToken]
     ) -> Group:
-        """Start a single completion, before those that wait; `sampled` gets its tokens at once.
-
-        The random numbers of other completions do not depend on it.
-        """
+        """Start a single completion, before others that wait; `sampled` gets its tokens at once."""
         self._num_alone += 1
         request = Request(
             -self._num_alone, prompt_ids, sampling, is_standalone=True, sampled=sampled
@@ -231,10 +225,7 @@ class Sampler:
                 self._end(episode, replace(_joined(episode), error=error))
 
     def _continue(self, episode: Episode, reply: Sequence[Message]) -> bool:
-        """Request the next turn; False if the episode has reached a limit.
-
-        Raises RewardError if the chat template cannot append the reply.
-        """
+        """Request the next turn; False at a limit. Raises RewardError for unusable messages."""
         problem = episode.group.problem
         last = episode.turns[-1]
         room = self._engine.max_model_len - len(last.prompt_ids) - len(last.token_ids)

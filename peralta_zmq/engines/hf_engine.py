@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import Rows, SamplingInputs
 from peralta_zmq.engines.engine_models import AdapterMerger, open_model
 from peralta_zmq.engines.native.token_sampler import sample_rows
-from peralta_zmq.engines.row_engine import RowEngine
+from peralta_zmq.engines.row_engine import RowEngine, Rows, SamplingInputs
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Request

@@ -280,14 +280,6 @@ def test_endless_episode_is_ended_by_a_limit(
         assert max_turns == 99 or roles.count("assistant") == turns
 
 
-def test_context_limits_the_last_completion(tokenizer: Any) -> None:
-    engine = native(tokenizer, length=70)
-    sampling = Sampling(max_completion_length=25, min_tokens=25)
-    for completion in play(engine, tokenizer, Game(9), [ONE_TURN, TURNS], sampling=sampling)["1"]:
-        assert completion.finish_reason == "length"
-        assert len(completion.prompt_ids) + len(completion.token_ids) == 70
-
-
 def fail(messages: Sequence[Message]) -> list[Message]:
     raise RewardError("reply failed")
 

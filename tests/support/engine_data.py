@@ -16,11 +16,10 @@ from exactness import LARGEST_LOGIT, Float64, exact_result, is_as_exact_as_torch
 from sample_data import tiny_model, token_logprobs
 
 from peralta_zmq import models, registry
-from peralta_zmq.engines.completion_rows import Rows
 from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.engines.native.native_engine import CachedRows
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
-from peralta_zmq.engines.row_engine import RowEngine
+from peralta_zmq.engines.row_engine import RowEngine, Rows
 from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Request, SampledToken, Sampling

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import Rows, SamplingInputs, check_cache_memory
 from peralta_zmq.engines.engine_models import (
     chosen_device,
     loading_errors,
@@ -20,14 +19,13 @@ from peralta_zmq.engines.engine_models import (
     read_config,
 )
 from peralta_zmq.engines.mlx.mlx_model import OTHERS, MlxModel, check_config
-from peralta_zmq.engines.row_engine import RowEngine
+from peralta_zmq.engines.row_engine import RowEngine, Rows, SamplingInputs, check_cache_memory
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Request, Sampling
 
 
 def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> RowEngine:
-    """An engine with the weights in `folder`; errors as in registry.EngineFactory."""
     device, dtype = chosen_device(settings)
     mx.set_default_device(mlx_device(device))
     tokenizer, end_ids, weights = open_files(folder, settings)

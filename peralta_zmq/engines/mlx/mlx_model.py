@@ -1,7 +1,4 @@
-"""mlx-lm's models, and published weights as MLX arrays.
-
-Letters in shapes: n rows, P tokens of the longest prompt, V vocabulary.
-"""
+"""mlx-lm's models, and published weights as MLX arrays. In shapes: n rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -144,10 +141,7 @@ def _new_model(config: Mapping[str, Any]) -> Any:
 
 
 def _mlx_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that transformers 5 nests in `rope_parameters`, under the names of mlx-lm.
-
-    Without them, many of mlx-lm's models would use their defaults.
-    """
+    """Settings that transformers 5 nests in `rope_parameters`, under the names of mlx-lm."""
     rope = config.get("rope_parameters") or {}
     settings: dict[str, Any] = {}
     if "full_attention" in rope:

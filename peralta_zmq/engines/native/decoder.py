@@ -160,7 +160,6 @@ class Decoder:
         start: Tensor,  # [n, 1], start of the row's span in the shared part
         end: Tensor,  # [n, 1], end of the row's span, excluded
     ) -> Tensor:
-        """Hidden states [n, S, hidden_size] by torch's operators."""
         columns = positions - (end - start)  # [n, S], positions in the row's own part
         masks: Any = self._masks(columns, start, end)
         if self._config.model_type in LLAMA_FAMILIES:
@@ -236,10 +235,7 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def decoder_forward(model: Any, ids: Tensor, ops: TorchLayerOps | CompiledLayerOps) -> Tensor:
-    """Last hidden states [..., hidden_size] of `ids` [...] for a Llama-family model without head.
-
-    `ops` computes everything between the matmuls.
-    """
+    """Last hidden states [..., hidden_size] of `ids` [...] for a Llama-family model."""
     hidden = model.embed_tokens(ids)
     num_layers = len(model.layers)
     layer_types = getattr(model.config, "layer_types", None) or ["full_attention"] * num_layers
@@ -310,11 +306,7 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Grouped-query attention of the new tokens; the signature is transformers'.
-
-    The query heads of a key head are stacked along the token dimension, so that keys need not be
-    repeated.
-    """
+    """Grouped-query attention of the new tokens; the signature is transformers'."""
     n, heads, num_new, head_dim = query.shape
     group_size = heads // key.own.shape[1]  # query heads per key head
     stacked = query.reshape(n, key.own.shape[1], group_size * num_new, head_dim)

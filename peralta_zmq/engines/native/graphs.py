@@ -1,13 +1,10 @@
-"""CUDA graphs of decode steps: one launch instead of hundreds of small kernels.
-
-A graph reads and writes the memory addresses of its capture: it is dropped when tensors move.
-"""
+"""CUDA graphs of decode steps: one launch instead of hundreds of small kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,20 +15,15 @@ Replay: TypeAlias = Callable[[], None]
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]]
 
 
-class _Graph(NamedTuple):
-    inputs: Tensor  # filled before a replay
-    result: Tensor  # valid until the next replay
-    replay: Replay
-
-
 class GraphCache:
-    """Captured graphs by key, valid for one memory layout."""
+    """Captured graphs by key, which read and write the addresses of one memory layout."""
 
     def __init__(self, capture: Capture, device: torch.device) -> None:
         self._capture = capture
         self._device = device
         self._layout: Hashable = None
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: first call done, no graph yet
+        # Inputs, result and replay function; None: first call done, no graph yet.
+        self._graphs: dict[Hashable, tuple[Tensor, Tensor, Replay] | None] = {}
 
     def run(self, forward: Forward, inputs: Tensor, *, key: Hashable, layout: Hashable) -> Tensor:
         """Return `forward(inputs)`, from a graph if possible; valid until the next call.
@@ -49,10 +41,11 @@ class GraphCache:
         graph = self._graphs[key]
         if graph is None:
             static = inputs.to(self._device)  # the graph reads its inputs from this tensor
-            graph = self._graphs[key] = _Graph(static, *self._capture(partial(forward, static)))
-        graph.inputs.copy_(inputs)
-        graph.replay()
-        return graph.result
+            graph = self._graphs[key] = (static, *self._capture(partial(forward, static)))
+        static, result, replay = graph
+        static.copy_(inputs)
+        replay()
+        return result
 
 
 def capture_for(device: torch.device) -> Capture | None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import Rows, SamplingInputs, check_cache_memory
 from peralta_zmq.engines.engine_models import AdapterMerger, open_model
 from peralta_zmq.engines.hf_engine import hf_engine
 from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
@@ -28,7 +27,7 @@ from peralta_zmq.engines.native.prefix_cache import (
     TurnCache,
 )
 from peralta_zmq.engines.native.token_sampler import sample_rows
-from peralta_zmq.engines.row_engine import RowEngine
+from peralta_zmq.engines.row_engine import RowEngine, Rows, SamplingInputs, check_cache_memory
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Request

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from peralta_zmq.engines.completion_rows import SamplingInputs
 from peralta_zmq.engines.native.kernels.decode_layer import BLOCK_SIZE, sum_blocks
+from peralta_zmq.engines.row_engine import SamplingInputs
 from peralta_zmq.rollout import Sampling
 
 CHUNK_SIZE = 2**20  # logits per chunk, so that the fp32 copies of a chunk stay in the CPU cache

@@ -133,10 +133,7 @@ class CoreProcess:
         return self._process.wait()
 
     def _max_polls(self, prompt_tokens: int) -> int:
-        """Polls with CPU time after which a step counts as hung.
-
-        A token of a prompt takes less time than a step without prompts, which reads all weights.
-        """
+        """Polls with CPU time after which a step counts as hung."""
         if len(self._step_seconds) < self._min_steps:
             return self._longest_polls
         slow = statistics.median(self._step_seconds) * max(self._slowdown, prompt_tokens)

@@ -45,7 +45,6 @@ def installed_version() -> str | None:
 
 
 def check_version(version: str | None, *, has_cuda: bool) -> None:
-    """Raise ConfigError if vLLM is not installed, too old or too new."""
     # 0.32.0+cpu and 0.32.0rc1 count as 0.32.0.
     if version is not None and Version(version).base_version in SUPPORTED:
         return

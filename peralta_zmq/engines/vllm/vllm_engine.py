@@ -18,13 +18,13 @@ import torch
 from transformers import AutoConfig
 
 from peralta_zmq import models
-from peralta_zmq.engines.completion_rows import Rows, check_cache_memory, max_new_tokens
 from peralta_zmq.engines.engine_models import (
     chosen_device,
     loading_errors,
     merger_of_files,
     open_files,
 )
+from peralta_zmq.engines.row_engine import Rows, check_cache_memory, max_new_tokens
 from peralta_zmq.engines.vllm.core import NewRequest, Token
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import OTHERS, check_arguments, check_sampling
@@ -92,7 +92,6 @@ class VllmEngine:
         return cls(folder, settings, step=step)
 
     def apply(self, update: WeightUpdate) -> None:
-        """Replace the weights; starts the process if it has failed."""
         weights = self._merger.weights_of(update)
         models.check_weights(self._shapes, weights)
         core = self._core = self._core or self._restart()
@@ -201,10 +200,7 @@ class VllmEngine:
     def _call(
         self, core: CoreProcess, name: str, *arguments: Any, prompt_tokens: int | None = None
     ) -> Any:
-        """The result of a method of the process, which ends if it fails.
-
-        After too little memory, the next start has half the slots.
-        """
+        """The result of a method of the process; too little memory halves the slots."""
         try:
             return core.call(name, *arguments, prompt_tokens=prompt_tokens)
         except EngineProcessError:
@@ -276,7 +272,6 @@ def memory_error(error: CoreError, slots: int) -> ConfigError:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ConfigError for a device that vLLM does not use."""
     if device.type not in ("cuda", "cpu"):
         raise ConfigError(f"engine 'vllm' does not run on device {device}; {OTHERS}")
     if device.index:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def check_settings(config: Config) -> None:
     """Raise ConfigError if the file with the API key cannot be used."""
     if config.generator.serve_port is not None:
-        _token(config)
+        read_private_token(config.generator.token_file, option="generator.token_file")
 
 
 def serve_chats(
@@ -29,7 +29,7 @@ def serve_chats(
         return chats
     from peralta_zmq.generator.serving.server import ChatServer
 
-    token = _token(config)
+    token = read_private_token(config.generator.token_file, option="generator.token_file")
     server = ChatServer(
         chats,
         tokenizer,
@@ -42,7 +42,3 @@ def serve_chats(
     stack.enter_context(closing(server))
     logger.info("chat server: %s", server.url)
     return chats
-
-
-def _token(config: Config) -> str | None:
-    return read_private_token(config.generator.token_file, option="generator.token_file")

@@ -23,8 +23,6 @@ class InterruptedChatError(Exception):
 
 
 class ChatCompletion:
-    """A completion that a client waits for."""
-
     def __init__(self, prompt_ids: Int32Array, sampling: Sampling) -> None:
         self.prompt_ids = prompt_ids
         self.sampling = sampling
@@ -63,11 +61,7 @@ class ChatQueue:
         return len(self._waiting)
 
     def submit(self, chats: Sequence[ChatCompletion]) -> None:
-        """Queue completions, all or none.
-
-        A prompt and its longest completion must fit into `max_model_len`. Raises QueueFullError,
-        and InterruptedChatError after `close`.
-        """
+        """Queue all completions, or raise QueueFullError, or InterruptedChatError after `close`."""
         with self._lock:
             if self._is_closed:
                 raise InterruptedChatError("the run has ended")
@@ -107,7 +101,6 @@ class ChatQueue:
                 chat.complete(group.completions[0])
 
     def interrupt(self, sampler: Sampler) -> None:
-        """Drop the chats in flight."""
         sampler.drop(list(self._in_flight))
         reason = "the generator dropped its completions, as after a roll-back of the run; try again"
         self._fail(self._in_flight.values(), reason)

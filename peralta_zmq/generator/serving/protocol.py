@@ -90,7 +90,6 @@ class _Message(_Fields):
     @field_validator("content", mode="before")
     @classmethod
     def _join_parts(cls, content: Any) -> Any:
-        """The text of a list of text parts."""
         if not isinstance(content, list):
             return content
         parts = [_TextPart.model_validate(part) for part in content]
@@ -259,7 +258,6 @@ class Replies:
         return self._object("chat.completion.chunk", [choice])
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream with include_usage."""
         return {**self._object("chat.completion.chunk", []), "usage": self._usage()}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -328,10 +326,7 @@ class ChoiceStream:
         return chunks
 
     def _certain_text(self, tokens: Sequence[SampledToken]) -> str:
-        """The text of `tokens` without what a further token may change.
-
-        It may complete a stop string or a character, and show that the last token is an end token.
-        """
+        """The text that no further token can change: an end token, stop string or character."""
         stop = self._chat.sampling.stop
         text = models.text_of(self._tokenizer, [token_id for token_id, _, _ in tokens[:-1]])
         end = len(text.rstrip(INCOMPLETE)) - max((len(each) - 1 for each in stop), default=0)

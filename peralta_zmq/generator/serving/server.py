@@ -43,11 +43,7 @@ from peralta_zmq.http_server import HttpServer, Limits, open_port, read_body
 
 
 class ChatServer:
-    """Serves chats in a daemon thread. Use with `closing`.
-
-    `model` is the name that requests may give; `token` the API key, None = none is needed. Raises
-    ConfigError if the port cannot be used.
-    """
+    """Serves chats in a daemon thread, with the API key `token` (None = none is needed)."""
 
     def __init__(
         self,
@@ -92,7 +88,6 @@ class ChatServer:
         self._server.close()
 
     async def list_models(self, request: Request) -> Response:
-        """Return the only model, in a list unless the path names it."""
         name = request.path_params.get("name")
         check_model(name, self._model)
         card = {
@@ -161,7 +156,6 @@ class ChatServer:
 
 
 def _ended(chats: Sequence[ChatCompletion]) -> asyncio.Future[Any]:
-    """Done when all completions have ended, with or without an error."""
     futures = [asyncio.wrap_future(chat.result) for chat in chats]
     return asyncio.gather(*futures, return_exceptions=True)
 

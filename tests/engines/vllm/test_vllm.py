@@ -21,7 +21,6 @@ from engine_data import (
     PROMPTS,
     assert_exact_logprobs,
     assert_greedy_matches,
-    completed,
     plain_greedy,
     requests,
     sampled,
@@ -34,22 +33,13 @@ from engine_data import (
 )
 
 from peralta_zmq import models, registry
-from peralta_zmq.engines.vllm import process
 from peralta_zmq.engines.vllm.process import CoreError, CoreProcess
 from peralta_zmq.engines.vllm.refusals import installed_version
 from peralta_zmq.errors import ConfigError, EngineProcessError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Message, Request, Sampling
+from peralta_zmq.rollout import Message, Sampling
 
 BLOCK = 32  # tokens of a block of vLLM's cache
-LOOP = """
-import signal
-
-def loop(*_):
-    while True: pass
-
-signal.signal(signal.SIGUSR1, loop)
-"""
 NEWER = WeightUpdate(7, models.weights_of(sharp_model(seed=8)))
 pytestmark = [
     pytest.mark.skipif(
@@ -110,21 +100,6 @@ def test_failed_process_is_noticed_and_restarted_with_newer_weights(
             == before.token_ids[0]
             == plain_greedy(sharp_model(), each.prompt_ids.tolist(), 1)[0]
         )
-
-
-def test_endless_loop_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PROGRAM", f"{LOOP}{process.PROGRAM}")
-    save_model(sharp_model(), tmp_path)
-    engine, steps = opened(tmp_path), list[float]()
-
-    def fail_once() -> None:
-        steps.append(time.monotonic())
-        if len(steps) == 20:
-            os.kill(psutil.Process().children()[-1].pid, signal.SIGUSR1)
-
-    with pytest.raises(EngineProcessError, match="the process of vLLM did not reply"):
-        sampled(engine, GREEDY, between_steps=fail_once)
-    assert time.monotonic() - steps[-1] < 10
 
 
 def test_weights_that_were_not_loaded_are_noticed(
@@ -218,18 +193,6 @@ def test_bfloat16_model_has_logits_and_logprobs_in_float32(tokenizer: Any) -> No
         differences = [each.logprobs - scored(model, each, 1.0) for each in completions]
         errors.append(float(np.abs(np.concatenate(differences)).mean()))
     assert errors[0] < errors[1] / 2
-
-
-def test_completions_are_replaced_at_once(engine: Any) -> None:
-    """Ten completions of 3 to 12 tokens in 4 slots take 20 steps; in batches they take 30."""
-    steps: list[int] = []
-    prompt = np.array(PROMPTS[0], np.int32)
-    batch = [
-        Request(index, prompt, replace(GREEDY, max_completion_length=3 + index))
-        for index in range(10)
-    ]
-    assert len(list(completed(engine, batch, between_steps=lambda: steps.append(1)))) == 10
-    assert len(steps) <= 24
 
 
 @pytest.mark.parametrize(

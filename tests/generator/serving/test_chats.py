@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_data import GREEDY, PROMPTS, sampled, sharp_model, tokens
+from engine_data import PROMPTS, sharp_model, tokens
 
 from peralta_zmq import models
 from peralta_zmq.engines import Group, Sampler
@@ -20,7 +20,7 @@ from peralta_zmq.generator.serving.chats import (
     QueueFullError,
 )
 from peralta_zmq.registry import EngineSettings
-from peralta_zmq.rollout import Completion, Problem, Request, Sampling
+from peralta_zmq.rollout import Completion, Problem, Sampling
 
 PROMPT = np.array([5, 9, 33, 8], np.int32)
 
@@ -74,15 +74,6 @@ def test_training_completions_are_the_same_with_chats(scene: Scene) -> None:
     assert tokens(scene.train(sampling)) == tokens(alone)
     assert all(len(each.result.result(0).token_ids) <= 6 + n for n, each in enumerate(chats))
     assert {token.step for each in chats for token in each.tokens} == {3}
-
-
-def test_chat_is_what_the_engine_samples_greedily(scene: Scene) -> None:
-    (alone,) = sampled(scene.engine, GREEDY, [Request(0, PROMPT)])
-    served = chat(max_completion_length=12)
-    scene.chats.submit([served])
-    scene.train(Sampling(max_completion_length=12))
-    assert served.result.result(0).text == alone.text
-    assert [token.token_id for token in served.tokens] == alone.token_ids.tolist()
 
 
 def test_chats_in_flight_are_at_most_an_eighth_of_the_slots(scene: Scene) -> None:

@@ -266,10 +266,7 @@ def _linear_struct(linear: Any) -> LinearStruct:
 
 
 def sum_blocks(library: ctypes.CDLL, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Each block's largest logit, and its sum of exp((logit - largest) / temperature).
-
-    `logits` [n, V] are contiguous and in the dtype of the library; the results are in fp32.
-    """
+    """Each block's largest logit, and sum of exp((logit - largest) / temperature), in fp32."""
     num_blocks = logits.shape[1] // BLOCK_SIZE
     largest, sums = logits.new_empty((2, len(logits), num_blocks), dtype=torch.float32)
     addresses = (tensor.data_ptr() for tensor in (logits, largest, sums))

@@ -31,8 +31,6 @@ ARGUMENTS = {
 
 
 class Variant(NamedTuple):
-    """A way to compile one of the C files."""
-
     source: Path
     dtype: torch.dtype  # of weights and rows
     product_dtype: torch.dtype  # dtype in which numbers are multiplied

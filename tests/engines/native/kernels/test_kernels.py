@@ -166,13 +166,6 @@ def test_panels_reject_rows_of_another_shape_or_dtype(
             packed.multiply(rows, None)
 
 
-def test_first_variant_for_this_processor_is_used(dtype: torch.dtype) -> None:
-    expected = gemm.variants_for(dtype)
-    if not (COMPILER and expected and compiler.INSTRUCTION_SET not in os.environ):
-        pytest.skip("no C compiler, or no variant for this processor")
-    assert (kernel := gemm.panel_kernel(dtype)) and kernel[0] == expected[0]
-
-
 AMX, PAIRS, FMA, FLOAT = gemm.VARIANTS
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from peralta_zmq.engines.completion_rows import Rows
+from peralta_zmq.engines.row_engine import Rows
 from peralta_zmq.rollout import Request, SampledToken, Sampling
 
 
