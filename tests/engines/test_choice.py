@@ -118,12 +118,8 @@ def test_vllm_refuses_a_temperature_that_it_lacks() -> None:
     ("arguments", "message"),
     [
         ({"max_num_seqs": 3}, r"vllm_args\.max_num_seqs is engine\.slots; set that instead"),
-        ({"logprobs_mode": "raw_logprobs"}, r"vllm_args\.logprobs_mode cannot be set: .*; remove"),
-        ({"speculative_config": {}}, r"vllm_args\.speculative_config cannot be set: .*; remove"),
-        ({"spec_model": "x"}, r"vllm_args\.spec_model cannot be set: .* logprobs .*; remove"),
-        ({"watermark_config": {}}, r"vllm_args\.watermark_config cannot be set: .*; remove"),
-        ({"stream_interval": 2}, r"vllm_args\.stream_interval cannot be set: .* policy step"),
-        ({"pipeline_parallel_size": 2}, r"vllm_args\.pipeline_parallel_size cannot be .* step"),
+        ({"spec_model": "x"}, r"vllm_args\.spec_model cannot be set: logprobs, .*; remove"),
+        ({"stream_interval": 2}, r"vllm_args\.stream_interval cannot be set: .* policy steps .*"),
         ({"hf_overrides": "a"}, r"vllm_args\.hf_overrides 'a' must be a table"),
     ],
 )
