@@ -114,7 +114,7 @@ def _check_vllm(
 def _check_mlx(
     settings: EngineSettings, config: Mapping[str, Any], merged: Mapping[str, Any]
 ) -> None:
-    from peralta_zmq.engines.mlx.mlx_model import check_config
+    from peralta_zmq.engines.mlx.mlx_engine import check_config
 
     if config:
         check_config(config, max_model_len=settings.max_model_len)

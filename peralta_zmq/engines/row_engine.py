@@ -39,33 +39,26 @@ class RowDecoder(Protocol):
         Returns the requests that were started, in the order of their rows, and the logits of their
         next tokens. All others wait, and are passed again.
         """
-        ...
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, waiting: Sequence[Request]) -> Any:
         """Add a token to each of the first n rows, [n] each; returns the next logits."""
-        ...
 
     def sample(
         self, logits: Any, part: np.ndarray | slice, inputs: SamplingInputs
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs sampled from the logits of `part`: see native/token_sampler.py."""
-        ...
 
     def keep(self, request: Request, row: int, length: int) -> None:
         """The completion of `request` has ended; `length` tokens of its row are computed."""
-        ...
 
     def remove(self, row: int, last: int, last_length: int) -> None:
         """Free `row` by moving row `last` there, which has `last_length` tokens."""
-        ...
 
     def reset(self, *, is_damaged: bool = False) -> None:
         """No row is in use. If `is_damaged`, keys and values may be not finite: drop them."""
-        ...
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights. Raises ValueError, with nothing changed, if they do not fit."""
-        ...
 
 
 class RowEngine:

@@ -1,6 +1,6 @@
 """JSON of OpenAI's chat API: requests to completions, completions to replies, error bodies.
 
-A request with a field that the server would not honour is refused; a null is an absent field.
+A request with a field that the server would not honour is refused.
 """
 
 from __future__ import annotations
@@ -24,24 +24,9 @@ from peralta_zmq.generator.serving.chats import MAX_WAITING, ChatCompletion
 from peralta_zmq.rollout import FinishReason, Message, SampledToken, Sampling
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
-# Fields without an effect on completions, and fields that must have one of the values here. A field
-# of a message may have those values, too.
-IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
-NEUTRAL: Mapping[str, Sequence[object]] = {
-    "annotations": [[]],
-    "frequency_penalty": [0],
-    "presence_penalty": [0],
-    "parallel_tool_calls": [True, False],
-    "top_logprobs": [0],
-    "logit_bias": [{}],
-    "modalities": [["text"]],
-    "response_format": [{"type": "text"}],
-    "service_tier": ["auto"],
-    "store": [False],
-    "tools": [[]],
-    "tool_calls": [[]],
-    "tool_choice": ["none", "auto"],
-}
+# Other fields than those declared below are refused, unless they have one of these names or values.
+IGNORED = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user")
+NEUTRAL = (False, 0, [], {}, "auto", "none", ["text"], {"type": "text"})
 
 
 class ApiError(HTTPException):
@@ -61,7 +46,7 @@ class ApiError(HTTPException):
 
 
 class _Fields(BaseModel):
-    """A JSON object; other fields than those declared are refused unless they ask for nothing."""
+    """A JSON object; a null is an absent field."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -73,7 +58,8 @@ class _Fields(BaseModel):
         return {
             name: content
             for name, content in value.items()
-            if not (content is None or name in IGNORED or content in NEUTRAL.get(name, ()))
+            if content is not None
+            and (name in cls.model_fields or not (name in IGNORED or content in NEUTRAL))
         }
 
 
@@ -136,9 +122,7 @@ def _refused(error: ValidationError) -> ApiError:
         reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
         value = "" if first["type"] == "missing" else f" {json.dumps(first['input'])[:50]}"
         return ApiError(f"{param or 'the body'}{value}: {reason}", param=param or None)
-    name = str(first["loc"][-1])
-    neutral = f" or set it to {json.dumps(NEUTRAL[name][0])}" if name in NEUTRAL else ""
-    reason = f"{param} is not supported here; leave it out{neutral}"
+    reason = f"{param} is not supported here; leave it out"
     return ApiError(reason, param=param, code="unsupported_parameter")
 
 

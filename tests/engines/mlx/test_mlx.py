@@ -164,7 +164,7 @@ def test_cuda_device_is_refused() -> None:
 
 
 def test_equal_prompts_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peralta_zmq.engines.mlx.mlx_model import MlxModel
+    from peralta_zmq.engines.mlx.mlx_engine import MlxModel
 
     computed: list[int] = []
     prefill = MlxModel.prefill
