@@ -40,7 +40,6 @@ from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Message, Sampling
 
 BLOCK = 32  # tokens of a block of vLLM's cache
-NEWER = WeightUpdate(7, models.weights_of(sharp_model(seed=8)))
 pytestmark = [
     pytest.mark.skipif(
         installed_version() is None, reason="vLLM is not installed; run make test-vllm"
@@ -69,6 +68,10 @@ def engine(tmp_path: Path) -> Iterator[Any]:
         yield engine
 
 
+def newer() -> WeightUpdate:
+    return WeightUpdate(7, models.weights_of(sharp_model(seed=8)))
+
+
 # The process.
 
 
@@ -88,7 +91,7 @@ def test_failed_process_is_noticed_and_restarted_with_newer_weights(
     with pytest.raises(EngineProcessError):  # no samples from weights of the start
         sampled(engine, GREEDY)
     assert engine.drop(range(4)) == []
-    engine.apply(NEWER)
+    engine.apply(newer())
     assert engine.step == 7
     assert_greedy_matches(engine, sharp_model(seed=8))
     assert [*partial] == [0, 1, 2, 3] and all(each.is_partial for each in partial.values())
@@ -113,9 +116,9 @@ def test_weights_that_were_not_loaded_are_noticed(
     with monkeypatch.context() as patch:
         patch.setattr(CoreProcess, "call", without_reload)
         with pytest.raises(EngineProcessError, match=r"other values in .* weights of step 7"):
-            engine.apply(NEWER)
+            engine.apply(newer())
     assert engine.step == 3
-    engine.apply(NEWER)
+    engine.apply(newer())
     assert_greedy_matches(engine, sharp_model(seed=8))
 
 
@@ -143,10 +146,10 @@ def test_memory_that_is_too_small_halves_the_slots_until_one(
             with pytest.raises(EngineProcessError, match=rf"with {slots} slots; lower engine\.s"):
                 sampled(engine, GREEDY)
             engine.drop(range(len(PROMPTS)))
-            engine.apply(NEWER)
+            engine.apply(newer())
         with pytest.raises(ConfigError, match=r"engine\.slots 1: CUDA .* engine\.gpu_memory_uti"):
             sampled(engine, GREEDY)
-    engine.apply(NEWER)
+    engine.apply(newer())
     assert_greedy_matches(engine, sharp_model(seed=8))
 
 
@@ -162,7 +165,7 @@ def test_new_prompt_does_not_use_the_cache_of_earlier_weights(engine: Any) -> No
     def between_steps() -> None:
         calls.append(1)
         if len(calls) == 4:
-            engine.apply(NEWER)
+            engine.apply(newer())
 
     first, *later = sampled(
         engine, GREEDY, requests(prompts), between_steps=between_steps,
