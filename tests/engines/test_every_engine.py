@@ -288,15 +288,6 @@ def test_requests_take_slots_until_their_completions_end_or_are_dropped(opener: 
     assert engine.advance() == []
 
 
-def test_end_tokens_are_those_of_the_generation_config(opener: Opener) -> None:
-    free = plain_greedy(sharp_model(), PROMPTS[0], 12)
-    model = sharp_model()
-    model.generation_config.eos_token_id = [END, free[3]]
-    (completion,) = sampled(opener(model), GREEDY, requests(PROMPTS[:1]))
-    assert completion.token_ids.tolist() == free[: free.index(free[3]) + 1]
-    assert completion.finish_reason == "stop"
-
-
 def test_min_tokens_delays_the_end_token(opener: Opener) -> None:
     later = Sampling(temperature=0.0, max_completion_length=12, min_tokens=6)
     if is_refused(opener, "min_tokens", later):
@@ -362,16 +353,19 @@ def test_text_is_exact_up_to_the_end_token(opener: Opener) -> None:
         assert stopped.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("source", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "source", ["generation_config.json", "config.json", "tokenizer_config.json"]
+)
 def test_end_tokens_are_those_of_every_file(opener: Opener, source: str) -> None:
     model = sharp_model()
     free = plain_greedy(model, PROMPTS[0], 12)
     folder = opener.folder(model)
     content = json.loads((folder / source).read_text("utf-8"))
-    settings = {"config.json": {"eos_token_id": free[3]}}
-    tokenizer = models.load_tokenizer(folder)
-    name = {"eos_token": tokenizer.convert_ids_to_tokens(free[3])}
-    (folder / source).write_text(json.dumps({**content, **settings.get(source, name)}), "utf-8")
+    changes: dict[str, Any] = {"eos_token_id": [END, free[3]]}
+    if source == "tokenizer_config.json":
+        tokenizer = models.load_tokenizer(folder)
+        changes = {"eos_token": tokenizer.convert_ids_to_tokens(free[3])}
+    (folder / source).write_text(json.dumps({**content, **changes}), "utf-8")
     (completion,) = sampled(opener.open(folder), GREEDY, requests(PROMPTS[:1]))
     assert completion.token_ids.tolist() == free[: free.index(free[3]) + 1]
     assert completion.finish_reason == "stop"

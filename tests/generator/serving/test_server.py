@@ -255,15 +255,6 @@ def test_settings_are_checked_before_the_weights_are_there(tmp_path: Path) -> No
         serving.check_settings(Config.model_validate({"generator": missing}))
 
 
-def test_port_in_use_names_the_setting(scene: Scene) -> None:
-    with pytest.raises(ConfigError, match=r"generator\.serve_port \d+ cannot be used"):
-        port = scene.serve().port
-        ChatServer(
-            scene.chats, scene.tokenizer, host="127.0.0.1", port=port, token=None, model="demo",
-            template_kwargs={},
-        )  # fmt: skip
-
-
 # A whole run.
 
 
