@@ -272,7 +272,7 @@ def test_problems_that_no_verifier_sends_are_refused(
     changes: dict[str, Any], respond: Callable[[bytes], int]
 ) -> None:
     messages = [{"role": "user", "content": "?"}]
-    row = {"id": "x", "messages": messages, "input_token_ids": [], "row": 0}
+    row = {"id": "x", "task": "x", "answer": "x", "messages": messages}
     response = {"digest": "d", "has_turns": False, "tools": [], "problems": [row | changes]}
     response |= {name: value for name, value in changes.items() if name in response}
     port = respond(json.dumps(response).encode())

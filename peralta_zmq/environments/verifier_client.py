@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from itertools import count
-from typing import Annotated, Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 from pydantic import BaseModel, Field
@@ -26,21 +27,11 @@ from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError, p
 from peralta_zmq.rollout import Message, Problem, Score
 
 Result = TypeVar("Result")
-TokenIds: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
 logger = logging.getLogger(__name__)
 
 
-class ServedProblem(BaseModel):
-    """A problem without its answer, which stays on the verifier."""
-
-    id: str
-    messages: list[Message]
-    input_token_ids: TokenIds
-    row: int = 0
-
-
 class ProblemsResponse(BaseModel):
-    problems: list[ServedProblem]
+    problems: list[Problem]  # with the id as answer: the answers stay on the verifier
     digest: str  # of the environment's problems, answers and rewards
     has_turns: bool
     tools: list[dict[str, Any]]  # schemas
@@ -63,7 +54,7 @@ class ScoreRequest(BaseModel):
     digest: str | None = None  # None: the client has not got the problems from a verifier
     completions: list[str] = Field(min_length=1)
     # One entry per completion, or none. The messages are those after the prompt.
-    completion_ids: list[TokenIds] = []
+    completion_ids: list[list[int]] = []
     completion_messages: list[list[Message]] = []
 
 
@@ -129,22 +120,15 @@ class RemoteEnvironment:
 
         def parse(content: bytes) -> list[Problem]:
             response = ProblemsResponse.model_validate_json(content, strict=True)
-            if not all(each.messages or each.input_token_ids for each in response.problems):
-                raise ValueError("a problem has no prompt")
+            for problem in response.problems:
+                if not (problem.messages or problem.input_token_ids):
+                    raise ValueError("a problem has no prompt")
+                if not all(0 <= token < 2**31 for token in problem.input_token_ids):
+                    raise ValueError("a token id has more than 31 bits")
             self._digest = response.digest
             self.has_turns = response.has_turns
             self.schemas = response.tools
-            return [
-                Problem(
-                    each.id,
-                    self._env,
-                    tuple(each.messages),
-                    answer=each.id,
-                    input_token_ids=tuple(each.input_token_ids),
-                    row=each.row,
-                )
-                for each in response.problems
-            ]
+            return [replace(problem, task=self._env) for problem in response.problems]
 
         path = f"/problems?env={quote(self._env)}&split={quote(split)}"
         return iter(self._request(path, None, parse))

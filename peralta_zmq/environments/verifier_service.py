@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -41,7 +42,6 @@ from peralta_zmq.environments.verifier_client import (
     ReplyRequest,
     ReplyResponse,
     ScoreRequest,
-    ServedProblem,
     url_of,
 )
 from peralta_zmq.errors import ConfigError, PeraltaError
@@ -161,12 +161,7 @@ class Verifier:
         replies = environments.reply_sources.get(env)
         response = ProblemsResponse(
             problems=[
-                ServedProblem(
-                    id=problem.id,
-                    messages=list(problem.messages),
-                    input_token_ids=list(problem.input_token_ids),
-                    row=problem.row,
-                )
+                replace(problem, answer=problem.id, info={}, chat_template_kwargs={})
                 for problem in environments.problems
                 if problem.task == env
             ],
