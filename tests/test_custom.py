@@ -17,7 +17,6 @@ from peralta_zmq import build, registry
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.dataset import load_problems
 from peralta_zmq.environments.reward_pool import LocalRewards
-from peralta_zmq.generator import scoring as generator
 from peralta_zmq.rollout import Message, Problem, Rollout, Score
 
 TEXT = (Path(__file__).parents[1] / "docs" / "custom.md").read_text("utf-8")
@@ -64,10 +63,6 @@ def test_page_has_the_tested_blocks() -> None:
     ]  # fmt: skip
     assert len(SETTINGS) == 7
     assert len(COMMANDS) == 1
-
-
-def test_page_has_the_generator_failure_limit() -> None:
-    assert f"After {generator.MAX_REWARD_FAILURES} such groups in a row the generator exits" in TEXT
 
 
 def test_loss_trains_and_reports_masked_tokens(tmp_path: Path) -> None:

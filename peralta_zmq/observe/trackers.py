@@ -31,7 +31,6 @@ from peralta_zmq.rollout import CUT_OFF
 # tracker -> imported package
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
 SAMPLES = "samples"  # name of the texts in each tracker
-COLUMNS = ("step", "problem", "reward", "advantage", "prompt", "completion")  # of a sample
 logger = logging.getLogger(__name__)
 
 
@@ -40,8 +39,7 @@ class TrackedStep:
     step: int
     numbers: Mapping[str, float]  # by name
     time: float  # unix seconds; NaN = now
-    samples: Sequence[tuple[object, ...]] = ()
-    """One row with the values of COLUMNS for each rollout of a group."""
+    samples: Sequence[Mapping[str, object]] = ()  # of a group, one for each rollout
 
 
 LogStep: TypeAlias = Callable[[TrackedStep], None]
@@ -118,7 +116,7 @@ class Tracker:
         # Step and time are the x axes of the curves.
         numbers = {key: number(row, key) for key in row if key not in ("step", "time")}
         numbers = {key: value for key, value in numbers.items() if math.isfinite(value)}
-        samples = _table_of(step, sample) if sample and step % self._interval == 0 else ()
+        samples = _samples_of(step, sample) if sample and step % self._interval == 0 else ()
         self._put(TrackedStep(step, numbers, number(row, "time"), samples))
 
     def _put(self, row: TrackedStep | None) -> None:
@@ -156,28 +154,34 @@ class Tracker:
                 self._fail(f"not closed within {self._close_seconds:.0f} s")
 
 
-def _table_of(step: int, sample: Mapping[str, Any]) -> list[tuple[object, ...]]:
+def _samples_of(step: int, sample: Mapping[str, Any]) -> list[dict[str, object]]:
     prompt = sample["prompt"]
     rewards = sample["rewards"]
     advantages = sample["advantages"] or [0.0] * len(rewards)  # none for a group without signal
-    marked = zip(sample["texts"], sample["cut_off"], strict=True)
-    shown = [text.removeprefix(prompt) + CUT_OFF * cut_off for text, cut_off in marked]
+    columns = (sample["texts"], sample["cut_off"], rewards, advantages)
     return [
-        (step, sample["problem"], reward, advantage, prompt, text)
-        for reward, advantage, text in zip(rewards, advantages, shown, strict=True)
+        {
+            "step": step,
+            "problem": sample["problem"],
+            "reward": reward,
+            "advantage": advantage,
+            "prompt": prompt,
+            "completion": text.removeprefix(prompt) + CUT_OFF * cut_off,
+        }
+        for text, cut_off, reward, advantage in zip(*columns, strict=True)
     ]
 
 
-def _markdown_of(samples: Sequence[tuple[object, ...]]) -> str:
+def _markdown_of(samples: Sequence[Mapping[str, object]]) -> str:
     """Samples as Markdown, with each text as a code block: a text may contain Markdown itself."""
 
     def code(text: object) -> str:
         return "\n".join(f"    {line}" for line in str(text).splitlines() or [""])
 
-    _, problem, *_, prompt, _ = samples[0]
-    parts = [f"problem {problem}", code(prompt)]
-    for _, _, reward, advantage, _, completion in samples:
-        parts += [f"reward {reward:g}, advantage {advantage:g}", code(completion)]
+    parts = [f"problem {samples[0]['problem']}", code(samples[0]["prompt"])]
+    for sample in samples:
+        parts.append("reward {reward:g}, advantage {advantage:g}".format(**sample))
+        parts.append(code(sample["completion"]))
     return "\n\n".join(parts)
 
 
@@ -239,5 +243,6 @@ def _wandb(
 def _with_table(row: TrackedStep, package: Any) -> dict[str, Any]:
     if not row.samples:
         return dict(row.numbers)
-    table = package.Table(columns=list(COLUMNS), data=list(map(list, row.samples)))
+    rows = [list(sample.values()) for sample in row.samples]
+    table = package.Table(columns=list(row.samples[0]), data=rows)
     return {**row.numbers, SAMPLES: table}

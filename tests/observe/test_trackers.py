@@ -89,16 +89,16 @@ def test_samples_are_logged_every_nth_step() -> None:
             tracker.log(step, ROW, sample=SAMPLE)
         tracker.log(4, ROW, sample={**SAMPLE, "advantages": []})
     assert [bool(row.samples) for row in recording.logged] == [False, True, False, True]
-    assert recording.logged[1].samples == [tuple(row.values()) for row in SAMPLE_ROWS]
-    assert [row[3] for row in recording.logged[3].samples] == [0.0, 0.0]
+    assert recording.logged[1].samples == SAMPLE_ROWS
+    assert [row["advantage"] for row in recording.logged[3].samples] == [0.0, 0.0]
 
 
 def test_completions_that_were_cut_off_are_marked() -> None:
     recording = RecordingTracker()
     with Tracker("recording", recording.open, interval=1) as tracker:
         tracker.log(1, ROW, sample={**SAMPLE, "cut_off": [False, True]})
-    shown = [row[-1] for row in SAMPLE_ROWS for row in [tuple(row.values())]]
-    assert [row[-1] for row in recording.logged[0].samples] == [shown[0], f"{shown[1]} [cut off]"]
+    shown = [row["completion"] for row in recording.logged[0].samples]
+    assert shown == [" 2", "\n| 3 [cut off]"]
 
 
 def refuse(first_step: int) -> AbstractContextManager[LogStep]:
