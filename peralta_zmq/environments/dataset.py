@@ -143,18 +143,21 @@ def load_problems(
     loaded = list(wrap(problems(split, seed, **options)))
     if not loaded:
         raise TaskError(f"the task has no problems for '{split}'; choose a data set in [data]")
-    for row, problem in enumerate(loaded, start=1):
-        _check_text(problem, split, row)
-    return [replace(problem, row=problem.row or row) for row, problem in enumerate(loaded, start=1)]
+    numbered = [
+        replace(problem, row=problem.row or row) for row, problem in enumerate(loaded, start=1)
+    ]
+    for problem in numbered:
+        _check_text(problem, split)
+    return numbered
 
 
-def _check_text(problem: Problem, split: str, row: int) -> None:
+def _check_text(problem: Problem, split: str) -> None:
     for text in (problem.id, problem.answer, *(each.content for each in problem.messages)):
         try:
             str.encode(text)
         except (TypeError, UnicodeEncodeError):
             raise TaskError(
-                f"row {problem.row or row} of the problems for '{split}' has {text!a:.60} as text; "
+                f"row {problem.row} of the problems for '{split}' has {text!a:.60} as text; "
                 "prompts and answers must be valid text, without images or other parts"
             ) from None
 

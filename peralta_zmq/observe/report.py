@@ -68,7 +68,9 @@ def write_summary(
 
 def made_before(folder: Path) -> int:
     """The number of groups made, from summary.json; 0 before it is written."""
-    return _read_summary(folder).get("accounting", {}).get("made", 0)
+    path = folder / SUMMARY
+    summary: Summary = json.loads(path.read_bytes()) if path.exists() else {}
+    return summary.get("accounting", {}).get("made", 0)
 
 
 def closing_text(folder: Path, summary: Summary, weights_folder: Path) -> str:
@@ -115,11 +117,6 @@ def _active_seconds(rows: Sequence[Row], events: Sequence[Row]) -> float:
         total += 0.0 if is_start else time - previous
         previous = time
     return total
-
-
-def _read_summary(folder: Path) -> Summary:
-    path = folder / SUMMARY
-    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def _answer_lines(base: Evaluation, trained: Evaluation) -> list[str]:
