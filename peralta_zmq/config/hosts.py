@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 
 from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
@@ -23,24 +23,6 @@ from peralta_zmq.errors import ConfigError, program_name
 # expand it.
 PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")
 HOME_FOLDER = "~/peralta_zmq"
-TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # as sbatch accepts it: 30, 4:00:00, 2-12
-MIN_MINUTES = 10  # of a time limit: a job is warned 2 to 3 minutes before it, and saves
-# Options of sbatch that bin/lan sets itself, or that the jobs need; some have a short form.
-OWN_OPTIONS = {
-    **dict.fromkeys(("array", "a"), "slurm.generators.count"),
-    **dict.fromkeys(("partition", "p"), "partition"),
-    **dict.fromkeys(("account", "A"), "account"),
-    **dict.fromkeys(("time", "t"), "time"),
-    **dict.fromkeys(("nodes", "N"), "slurm.trainer.nodes"),
-    **dict.fromkeys(("cpus-per-task", "c"), "cpus"),
-    **dict.fromkeys(("gpus-per-node", "gpus", "G", "gres"), "gpus"),
-    **dict.fromkeys(("output", "o", "error", "e", "open-mode", "requeue", "no-requeue"), ""),
-    **dict.fromkeys(("dependency", "d", "job-name", "J", "parsable", "wrap", "chdir", "D"), ""),
-    **dict.fromkeys(("signal", "ntasks-per-node", "ntasks", "n", "export", "export-file"), ""),
-    **dict.fromkeys(("clusters", "cluster", "M", "test-only", "wait", "W"), ""),
-}
-# First letter of a short option, after flags without a value: -N4, -QN4.
-SHORT_OPTION = re.compile(r"-[hHIkKOQsvV]*([^-])")
 
 
 class Host(Section):
@@ -112,52 +94,11 @@ class SlurmJob(Section):
     gpus: NonNegativeInt = 0
     """GPUs on each node; the trainer has one rank on each of them"""
     time: Text | None = None
-    """time limit, such as 4:00:00 or 2-00:00:00; the job is then queued again and continues; None =
-    the partition's default"""
+    """time limit of 10 minutes or more, such as 4:00:00 or 2-00:00:00, after which the job is
+    queued again; None = the partition's default"""
     options: tuple[Text, ...] = ()
-    """more options of sbatch, such as --mem=16G or --constraint=a100"""
-
-    @field_validator("time", mode="after")
-    @classmethod
-    def _check_time(cls, time: str | None) -> str | None:
-        if time is not None and not TIME_LIMIT.fullmatch(time):
-            raise ConfigError(
-                f"time {time!r} is no time limit; write minutes, hours:minutes:seconds, or "
-                "days-hours:minutes:seconds, such as 4:00:00"
-            )
-        if time is not None and _minutes(time) < MIN_MINUTES:
-            raise ConfigError(
-                f"time {time!r} is too short for a worker to start and save; "
-                f"set it to {MIN_MINUTES} (minutes) or more"
-            )
-        return time
-
-    @field_validator("options", mode="after")
-    @classmethod
-    def _check_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
-        for option in options:
-            name = option.split("=")[0]
-            if not name.strip("-") or not name.startswith("-") or " " in option:
-                raise ConfigError(
-                    f"{option!r} in options is no single option of sbatch; write it as in "
-                    '"--mem=16G", one string for each option'
-                )
-            if (setting := _setting_of(name)) is not None:
-                remedy = f"set {setting} instead" if setting else "bin/lan sets it itself"
-                raise ConfigError(f"{option!r} in options is not allowed: {remedy}")
-        return options
-
-
-def _setting_of(option: str) -> str | None:
-    """The setting in place of an option of sbatch; None if the option is allowed.
-
-    sbatch also accepts the beginning of a long name, and a value right after a short one.
-    """
-    if match := SHORT_OPTION.match(option):
-        return OWN_OPTIONS.get(match[1])
-    name = option.removeprefix("--")
-    matches = (own for own in OWN_OPTIONS if len(own) > 1 and own.startswith(name))
-    return next((OWN_OPTIONS[own] for own in matches), None)
+    """more options of sbatch, such as --mem=16G or --constraint=a100; those that bin/lan itself
+    sets have no effect here"""
 
 
 class SlurmTrainer(SlurmJob):
@@ -215,18 +156,6 @@ class Hosts(Section):
         return self
 
 
-def _minutes(time: str) -> float:
-    """Minutes of a time limit in sbatch's notation."""
-    days, has_days, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if has_days or len(parts) == 3:  # hours[:minutes[:seconds]]
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    else:  # minutes[:seconds]
-        hours = 0
-        minutes, seconds = (*parts, 0)[:2]
-    return 1440 * int(days or 0) + 60 * hours + minutes + seconds / 60
-
-
 def load_hosts(path: Path) -> Hosts:
     """Read a hosts file. Raises ConfigError whose message begins with the file name."""
     arguments = [FILE_SIGN, str(path)]  # `cli` reads a file that is named on a command line
@@ -262,19 +191,13 @@ def _check_host(host: Host) -> None:
 
 def _check_listed_once(hosts: tuple[Host, ...]) -> None:
     """Raise ConfigError for equal names, and for equal machine and folder."""
-    for name, count in Counter(host.name for host in hosts).items():
+    # Names of hosts and workers differ, because commands of bin/lan select by either of them.
+    names = Counter(name for host in hosts for name in (host.name, *host.workers))
+    for name, count in names.items():
         if count > 1:
             raise ConfigError(
-                f"host {name} is listed {count} times; list it once, and set count to its number "
-                "of generators"
-            )
-    # Names of hosts and workers differ, because commands of bin/lan select by either of them.
-    workers = {worker: host.name for host in hosts for worker in host.workers}
-    for host in hosts:
-        if host.name in workers:
-            raise ConfigError(
-                f"host {host.name} has the name of a worker of host {workers[host.name]}; "
-                "rename one of the two hosts"
+                f"{name} is the name of {count} hosts or workers; rename a host, or list a machine "
+                "once and set its count"
             )
     seen: dict[tuple[str, str], str] = {}
     for host in hosts:
@@ -290,13 +213,9 @@ def _check_listed_once(hosts: tuple[Host, ...]) -> None:
 def _check_roles(hosts: tuple[Host, ...]) -> None:
     """Raise ConfigError unless there is exactly one trainer, and a generator."""
     trainers = [host.name for host in hosts if host.role == "trainer"]
-    if len(trainers) > 1:
-        raise ConfigError(
-            f"hosts {' and '.join(trainers)} are both the trainer; a run has one, so give the "
-            'others role = "generator"'
-        )
-    if not trainers:
-        raise ConfigError('no host has the role trainer; give one of them role = "trainer"')
+    if len(trainers) != 1:
+        found = f"the hosts {' and '.join(trainers)} have" if trainers else "no host has"
+        raise ConfigError(f'{found} the role trainer; give one host role = "trainer"')
     if not any(host.num_generators for host in hosts):
         raise ConfigError(
             f"there are no generators; add a host, or set count = 1 on host {trainers[0]} for a "

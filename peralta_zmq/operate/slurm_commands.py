@@ -13,12 +13,13 @@ folder, which all nodes must share under the same path, like the run folder. In 
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from peralta_zmq.addresses import is_loopback
@@ -36,26 +37,11 @@ from peralta_zmq.operate.slurm_job import (
     state_file,
 )
 
-COMMANDS = ("sbatch", "squeue", "scancel", "scontrol")
 ENDED = {
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"),
     *("DEADLINE", "OUT_OF_MEMORY", "REVOKED"),
 }
 GENERATORS = "generators"  # name of the job array, and of all generators as an argument
-# Part of an error of sbatch, the settings that may cause it, and the remedy. The first one counts:
-# "Invalid account or account/partition combination" is about the account.
-REFUSALS = (
-    (
-        "qos policy",
-        ("count", "nodes", "cpus", "gpus", "time"),
-        "lower them to your limits (sacctmgr show associations, sacctmgr show qos)",
-    ),
-    ("account", ("account",), "choose one of sacctmgr show associations"),
-    ("partition", ("partition",), "choose one that sinfo lists as up"),
-    ("time", ("time",), "lower it to the limit of the partition (sinfo)"),
-    ("gres", ("gpus",), "sinfo --format='%P %G' lists the GPUs of each partition"),
-    ("node co", ("nodes", "cpus", "gpus"), "sinfo --Node --long lists what the nodes have"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,50 +61,38 @@ def plan_run(settings: Slurm, config: Config) -> SubmittedRun:
     generators = settings.generators
     ranks = max(1, trainer.gpus)
     log = log_file(folder, TRAINER)
-    common = [
+    common = (
         *("--requeue", "--open-mode=append", f"--signal=B:USR1@{WARNING_SECONDS}"),
         *("--ntasks-per-node=1", f"--job-name={config.run.name}"),
-    ]
+    )
     arguments = {
         TRAINER: [
-            *(*common, f"--nodes={trainer.nodes}", f"--output={log}"),
-            *_resources(trainer, processes=ranks),
+            *(*_resources(trainer, processes=ranks), *common),
+            *(f"--nodes={trainer.nodes}", f"--output={log}"),
         ],
         GENERATORS: [
-            *(*common, "--nodes=1", f"--output={log.with_name('generator-%a.log')}"),
-            *_resources(generators),
+            *(*_resources(generators), *common),
+            *("--nodes=1", f"--output={log.with_name('generator-%a.log')}"),
         ],
     }
     scripts = {
-        TRAINER: job_script(settings, config, (TRAINER, str(ranks))),
-        GENERATORS: job_script(settings, config, ("generator", str(generators.count))),
+        TRAINER: job_script(settings, config, TRAINER, str(ranks)),
+        GENERATORS: job_script(settings, config, "generator"),
     }
     return SubmittedRun(str(folder), arguments, scripts)
 
 
-def check_array_size(count: int) -> None:
-    """Raise ConfigError if there are more generators than a job array may have."""
-    result = ssh.run(ssh.Command(("scontrol", "show", "config")))
-    if result.returncode:
-        raise ConfigError(f"scontrol: {ssh.last_line(result)}; is the Slurm controller running?")
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", result.stdout, re.MULTILINE)
-    if match and count > int(match[1]):
-        raise ConfigError(
-            f"slurm.generators.count {count} is more than a job array of this cluster may "
-            f"have (MaxArraySize); set it to {match[1]} or less"
-        )
-
-
-def sbatch(settings: Slurm, run: SubmittedRun, name: str, *options: str) -> str:
+def sbatch(run: SubmittedRun, name: str, *options: str) -> str:
     """Submit the job `name`, TRAINER or GENERATORS; returns its id, or nothing with --test-only.
 
-    Raises ConfigError, with the setting that causes it, if Slurm refuses the job.
+    Raises ConfigError if Slurm refuses the job.
     """
     words = ("sbatch", *options, *run.arguments[name])
     result = ssh.run(ssh.Command(words, run.scripts[name]))
     if result.returncode:
-        job = settings.trainer if name == TRAINER else settings.generators
-        raise ConfigError(_refusal(name, job, ssh.last_line(result)))
+        raise ConfigError(
+            f"slurm.{name}: {ssh.last_line(result)}; correct its settings in the hosts file"
+        )
     return result.stdout.strip().split(";")[0]  # ID or ID;CLUSTER
 
 
@@ -145,29 +119,29 @@ def settings_file(config: Config) -> Path:
     return config.run_folder.resolve() / slurm_job.STATES / name
 
 
-def job_script(settings: Slurm, config: Config, worker: Sequence[str]) -> str:
+def job_script(settings: Slurm, config: Config, *worker: str) -> str:
     """The script of a job; `worker` are the last arguments of operate/slurm_job.py."""
+    folder = config.run_folder.resolve()
     command = (
         *(sys.executable, "-m", "peralta_zmq.operate.slurm_job"),
-        *(str(config.run_folder.resolve()), str(settings_file(config)), *worker),
+        *(str(folder), str(settings_file(config)), *worker),
     )
-    # srun starts a process on each node; it ignores the number of cores of the job.
-    has_nodes = worker[0] == TRAINER and settings.trainer.nodes > 1
-    srun = 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
-    srun = srun if has_nodes else ""
     name = TRAINER
     job = "$SLURM_JOB_ID"
+    srun = ""
     if worker[0] != TRAINER:
         task = "$SLURM_ARRAY_TASK_ID"
         name = generator_name(task)
         job = f"${{SLURM_ARRAY_JOB_ID}}_{task}"
-    folder = shlex.quote(str(config.run_folder.resolve()))
-    state = f'{folder}/"{state_file(Path(), name)}"'
+    elif settings.trainer.nodes > 1:
+        # srun starts a process on each node; it ignores the number of cores of the job.
+        srun = 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
+    state = f'{shlex.quote(str(folder))}/"{state_file(Path(), name)}"'
     lines = [
         "#!/bin/bash",
         f"cd {shlex.quote(str(Path.cwd()))} || exit",
         "export PYTHONSAFEPATH=1",  # a random.py there hides no module; since Python 3.11
-        # A first state (JobState) before `setup`: it shows that the run folder is shared.
+        # A first State before `setup`: it shows that the run folder is shared.
         f"""printf '{{"job": "%s", "node": "%s"}}' "{job}" "$SLURMD_NODENAME" > {state}""",
         # The script runs on the first node, which has the trainer's rank 0.
         'PERALTA_ADDRESS=$(scontrol show node "$SLURMD_NODENAME" |',
@@ -188,10 +162,11 @@ def _resources(job: SlurmJob, *, processes: int = 1) -> list[str]:
         "time": job.time,
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return [*given, *job.options]
+    return [*job.options, *given]  # of an option that is given twice, the last one counts
 
 
 def prepare_folder(config: Config, generators: Sequence[str]) -> None:
+    """Write the settings of the jobs, and make missing keys. Raises ConfigError."""
     file = settings_file(config)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -205,17 +180,6 @@ def prepare_folder(config: Config, generators: Sequence[str]) -> None:
         host_setup.make_keys(keys, generators)
 
 
-def _refusal(name: str, job: SlurmJob, error: str) -> str:
-    for part, settings, remedy in REFUSALS:
-        if part in error.lower():
-            values = {each: getattr(job, each) for each in settings if hasattr(job, each)}
-            shown = ", ".join(
-                each if value is None else f"{each} {value}" for each, value in values.items()
-            )
-            return f"slurm.{name}.{shown}: {error}; {remedy}"
-    return f"slurm.{name}: {error}; correct the settings of the job in the hosts file"
-
-
 # Submitted jobs.
 
 
@@ -226,7 +190,7 @@ class JobStatus:
     state: str  # as Slurm names it
     node: str
     reason: str  # why the job waits
-    seconds: float  # since the start of the job
+    started: float | None = None  # unix seconds
 
     @property
     def has_ended(self) -> bool:
@@ -241,7 +205,7 @@ def find_jobs(jobs: Collection[str]) -> dict[str, JobStatus]:
     """
     if not jobs:
         return {}
-    words = ("squeue", "--noheader", "--array", "--states=all", "--format=%F|%K|%T|%N|%r|%M")
+    words = ("squeue", "--noheader", "--array", "--states=all", "--format=%F|%K|%T|%N|%r|%S")
     result = ssh.run(ssh.Command((*words, f"--jobs={','.join(array_ids(jobs))}")))
     if result.returncode and "Invalid job id" not in result.stderr:  # none is listed
         raise ConfigError(f"squeue: {ssh.last_line(result)}; is the Slurm controller running?")
@@ -250,21 +214,16 @@ def find_jobs(jobs: Collection[str]) -> dict[str, JobStatus]:
 
 
 def parse_squeue(text: str) -> dict[str, JobStatus]:
-    """Parse lines ID|TASK|STATE|NODES|REASON|TIME of squeue; the key is ID or ID_TASK."""
+    """Parse lines ID|TASK|STATE|NODES|REASON|START of squeue; the key is ID or ID_TASK."""
     statuses: dict[str, JobStatus] = {}
     for line in text.splitlines():
-        job, task, state, node, reason, elapsed = line.split("|")
+        job, task, state, node, reason, start = line.split("|")
         key = f"{job}_{task}" if task.isdigit() else job
-        statuses[key] = JobStatus(state, node, reason, _seconds(elapsed))
+        started = None
+        with suppress(ValueError):  # N/A, or in the user's SLURM_TIME_FORMAT
+            started = datetime.fromisoformat(start).timestamp()
+        statuses[key] = JobStatus(state, node, reason, started)
     return statuses
-
-
-def _seconds(elapsed: str) -> float:
-    """Seconds of a time as squeue prints it, [DAYS-][HOURS:]MINUTES:SECONDS; 0 if invalid."""
-    days, _, time_of_day = elapsed.rpartition("-")
-    parts = [int(part) for part in time_of_day.split(":") if part.isdigit()]
-    seconds = sum(part * 60**power for power, part in enumerate(reversed(parts)))
-    return seconds + 86_400 * int(days if days.isdigit() else 0)
 
 
 def array_ids(jobs: Collection[str]) -> list[str]:

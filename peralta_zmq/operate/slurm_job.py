@@ -1,8 +1,8 @@
 """The process that Slurm starts on a node: runs one worker and restarts it after a crash.
 
-`python -m peralta_zmq.operate.slurm_job RUN CONFIG KIND NUMBER` is the last line of the job scripts
-(slurm_commands.py). RUN is the run folder, CONFIG the settings file; KIND NUMBER is `trainer` and
-its ranks on each node, or `generator` and the number of generators.
+`python -m peralta_zmq.operate.slurm_job RUN CONFIG WORKER` is the last line of the job scripts
+(slurm_commands.py). RUN is the run folder, CONFIG the settings file; WORKER is `generator`, or
+`trainer` and the number of its ranks on each node.
 
 Signals: SIGTERM stops the worker. Slurm sends it (scancel, preemption) to the worker as well, which
 then gets SIGINT from here, because a second SIGTERM would end it at once. SIGUSR1, which Slurm
@@ -15,19 +15,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.errors import EXIT_ERROR, prepare_streams, printable
-from peralta_zmq.operate import supervisor
-from peralta_zmq.operate.process_group import ProcessGroup, Worker, generator_options
+from peralta_zmq.operate import ssh, supervisor
+from peralta_zmq.operate.process_group import ProcessGroup, Worker
 from peralta_zmq.operate.supervisor import State, Supervisor
 from peralta_zmq.operate.worker_logs import write_output
 
@@ -36,16 +34,6 @@ WITHOUT_SIGNALS = ("/bin/sh", "-c", "trap '' USR1 USR2; exec \"$@\"", "sh")
 TRAINER = "trainer"  # name of the trainer as a worker
 STATES = Path("slurm")  # in the run folder, with all files of the jobs
 WARNING_SECONDS = 120  # from SIGUSR1 to the time limit, or up to 60 s more
-
-
-@dataclass(frozen=True, slots=True)
-class JobTimes:
-    """Times of a job in seconds."""
-
-    requeue: float = 90.0  # from SIGUSR1 until it is queued again, if the worker has not ended yet
-    last_requeue: float = 115.0  # from SIGUSR1 until the last try after an error
-    retry: float = 5.0  # between two tries
-    check: float = 30.0  # between two checks of a generator whether the trainer has ended
 
 
 def state_file(run_folder: Path, name: str) -> Path:
@@ -75,7 +63,7 @@ def has_run_ended(run_folder: Path) -> bool:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    run, config_file, kind, number = arguments
+    run, config_file, *worker = arguments
     run_folder = Path(run)
     if not Path(config_file).is_file():
         sys.stderr.write(
@@ -83,15 +71,15 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             "every node, under the same path\n"
         )
         return EXIT_ERROR
-    if kind == TRAINER:
-        name = kind
-        command = trainer_command(config_file, int(number), environment)
+    if worker[0] == TRAINER:
+        name = TRAINER
+        command = trainer_command(config_file, int(worker[1]), environment)
     else:
         name = generator_name(environment["SLURM_ARRAY_TASK_ID"])
         if has_run_ended(run_folder):
             sys.stdout.write(_ended_text(name))
             return 0
-        command = generator_command(config_file, int(number), environment)
+        command = (*program_command("generator"), "@", config_file, "--generator.name", name)
     return Job(run_folder, name, command, environment).run()
 
 
@@ -124,14 +112,6 @@ def trainer_command(
     return (*torchrun, program[-1], *arguments)
 
 
-def generator_command(
-    config_file: str, count: int, environment: Mapping[str, str]
-) -> tuple[str, ...]:
-    index = int(environment["SLURM_ARRAY_TASK_ID"])
-    options = generator_options(generator_name(index), index, count)
-    return (*program_command("generator"), "@", config_file, *options)
-
-
 class Job:
     """Supervises the worker of this job; the first node of a job writes its state."""
 
@@ -141,11 +121,20 @@ class Job:
         name: str,
         command: tuple[str, ...],
         environment: Mapping[str, str],
-        times: JobTimes | None = None,
+        *,
+        requeue_seconds: float = 90.0,
+        retry_seconds: float = 5.0,
+        check_seconds: float = 30.0,
     ) -> None:
+        """After SIGUSR1, the job is queued again when the worker has ended, or `requeue_seconds`.
+
+        A generator checks every `check_seconds` whether the trainer has ended.
+        """
         self._name = name
         self._run_folder = run_folder
-        self._times = times or JobTimes()
+        self._requeue_seconds = requeue_seconds
+        self._retry_seconds = retry_seconds
+        self._check_seconds = check_seconds
         self._is_first_node = environment.get("SLURM_NODEID", "0") == "0"
         restarts = int(environment.get("SLURM_RESTART_COUNT", 0))
         job = environment["SLURM_JOB_ID"]  # ID, or ARRAY_TASK, as Slurm's commands take it
@@ -160,10 +149,9 @@ class Job:
             run=run_folder if self._is_first_node and name == TRAINER else None,
         )
         self._signal = 0  # the latest of SIGUSR1 and SIGUSR2
-        # After SIGUSR1: next and last try to queue the job again, in monotonic seconds.
-        self._requeue_at = self._requeue_until = float("inf")
+        self._requeue_at = float("inf")  # next try to queue the job again, in monotonic seconds
         self._is_interrupted = False  # a signal has stopped the worker
-        self._check_at = time.monotonic() + self._times.check
+        self._check_at = time.monotonic() + check_seconds
 
     def run(self) -> int:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -178,38 +166,26 @@ class Job:
         self._supervisor.update(code=code, stopped=self._is_interrupted or code > 128)
         while self._requeue_at < float("inf"):
             self._requeue()
-            time.sleep(self._times.retry)
+            time.sleep(self._retry_seconds)
         return code
 
     def _stop_worker(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
         if number == signal.SIGUSR1 and self._is_first_node:
-            self._requeue_at = time.monotonic() + self._times.requeue
-            self._requeue_until = time.monotonic() + self._times.last_requeue
+            self._requeue_at = time.monotonic() + self._requeue_seconds
         os.kill(os.getpid(), signal.SIGTERM)  # handled by `supervise`
 
     def _requeue(self) -> None:
         """Queue this job again, after which Slurm ends it; an error is tried again."""
-        now = time.monotonic()
         self._requeue_at = float("inf")
         if self._name != TRAINER and has_run_ended(self._run_folder):
             return
-        write_output(sys.stdout, "the time limit is near; queueing the job again\n")
         job = self._supervisor.state.job
-        try:
-            words = ("scontrol", "requeue", job)
-            subprocess.run(words, capture_output=True, check=True, timeout=10.0)
-        except (OSError, subprocess.SubprocessError) as error:
-            if now < self._requeue_until:
-                self._requeue_at = now + self._times.retry
-                return
-            output = (getattr(error, "stderr", b"") or b"").decode(errors="replace").strip()
-            reason = printable(output or str(error))
-            write_output(
-                sys.stdout,
-                f"job {job} could not be queued again ({reason}); start it with "
-                f"bin/lan restart {self._name}\n",
-            )
+        write_output(sys.stdout, f"the time limit is near; queueing job {job} again\n")
+        result = ssh.run(ssh.Command(("scontrol", "requeue", job), seconds=10.0))
+        if result.returncode:
+            self._requeue_at = time.monotonic() + self._retry_seconds
+            write_output(sys.stdout, f"scontrol requeue: {printable(ssh.last_line(result))}\n")
 
     def _on_tick(self, group: ProcessGroup) -> None:
         now = time.monotonic()
@@ -217,7 +193,7 @@ class Job:
         if now > self._requeue_at:  # the worker takes long to save
             self._requeue()
         if self._name != TRAINER and now > self._check_at:
-            self._check_at = now + self._times.check
+            self._check_at = now + self._check_seconds
             if not self._is_interrupted and has_run_ended(self._run_folder):
                 write_output(sys.stdout, _ended_text(self._name))
                 os.kill(os.getpid(), signal.SIGTERM)  # handled by `supervise`

@@ -143,15 +143,15 @@ def test_run_survives_lost_nodes_requeues_and_an_old_clock(site: Site) -> None:
 
         # The warning before the time limit: the trainer saves and its job is queued again.
         cluster.run("scancel", "--batch", "--signal=USR1", site.job("generator-2"))
-        until(lambda: "queueing the job again" in site.log("generator-2"), seconds=60)
+        until(lambda: "the time limit is near; queueing job" in site.log("generator-2"), seconds=60)
         cluster.start_requeued(site.job("generator-2"))
         step_after(site.step)
 
         # A worker is restarted by name, in its job.
         restarts = int(site.states()["generator-0"][4])
         restarted = site.lan("restart", "generator-0")
-        assert (restarted.returncode, restarted.stdout) == (0, "generator-0: restarted\n")
-        assert int(site.states()["generator-0"][4]) == restarts + 1
+        assert (restarted.returncode, restarted.stdout) == (0, "generator-0: restarting\n")
+        until(lambda: int(site.states()["generator-0"][4]) == restarts + 1, seconds=60)
         assert viewer.wait(timeout=900) == 0, screen.read_text()[-3000:]
     finally:
         viewer.kill()
@@ -178,55 +178,37 @@ def test_refused_jobs_are_not_submitted(site: Site, cluster: Cluster) -> None:
     site.hosts.write_text(config + '[slurm.generators]\npartition = "gpu"\n')
     failed = site.lan("up", *site.settings())
     assert failed.returncode == 2
-    assert "slurm.generators.partition gpu: allocation failure: Invalid partition name " in (
-        failed.stderr
-    )
-    site.hosts.write_text(config + "[slurm.generators]\ncount = 21\n")
-    failed = site.lan("up", *site.settings())
-    assert "slurm.generators.count 21 is more than a job array" in failed.stderr
-    site.hosts.write_text(config + "[slurm.trainer]\ngpus = 1\n")
-    failed = site.lan("up", *site.settings())
-    assert "slurm.trainer.gpus 1: sbatch: error: Invalid generic resource" in failed.stderr
-    site.hosts.write_text(config + "[slurm.trainer]\ncpus = 99\n")
-    failed = site.lan("up", *site.settings())
-    assert "slurm.trainer.nodes 1, cpus 99, gpus 0: " in failed.stderr
+    assert "slurm.generators: allocation failure: Invalid partition name " in failed.stderr
+    for table in (
+        "[slurm.generators]\ncount = 21\n",
+        "[slurm.trainer]\ngpus = 1\n",
+        "[slurm.trainer]\ncpus = 99\n",
+    ):
+        site.hosts.write_text(config + table)
+        failed = site.lan("up", *site.settings())
+        assert re.search(r"slurm\.(trainer|generators): .*; correct its settings", failed.stderr)
     assert not cluster.run("squeue", "--noheader") and not site.folder.exists()
 
 
-def test_folder_that_is_not_shared_is_reported_and_the_jobs_cancelled(
-    site: Site, cluster: Cluster
-) -> None:
-    """The trainer's node, then a generator's, has an empty folder at the path of the run."""
+def test_folder_that_is_not_shared_is_reported(site: Site, cluster: Cluster) -> None:
+    """The node of a generator has an empty folder at the path of the run."""
     cluster.cut_power("node3")
     mount = f'mount -t tmpfs none {site.folder.parent} && exec "$@"'
     cluster.start_node("node3", "unshare", "--mount", "sh", "-c", mount, "sh")
     site.hosts.write_text(
-        f'config = "{REPO}/configs/demo.toml"\n[slurm.trainer]\noptions = ["--nodelist=node3"]\n'
-        "[slurm.generators]\n"
+        f'config = "{REPO}/configs/demo.toml"\n[slurm.trainer]\n'
+        'options = ["--exclude=node3"]\n[slurm.generators]\noptions = ["--nodelist=node3"]\n'
     )
+    words = ("up", "--hosts", str(site.hosts), *site.settings())
+    viewer = Program([sys.executable, str(REPO / "bin/lan"), *words],
+                     site.folder.with_suffix(".log"), cluster.environment)  # fmt: skip
     try:
-        failed = site.lan("up", *site.settings())
-        assert failed.returncode == 1
-        assert re.search(r"^trainer: job \d+ on node3: the job has written nothing to ",
-                         failed.stderr, re.MULTILINE), failed.stderr  # fmt: skip
-        assert f"{site.folder}; all nodes must share that folder" in failed.stderr
-        wait_until(lambda: not cluster.run("squeue", "--noheader"))
-
-        site.hosts.write_text(
-            f'config = "{REPO}/configs/demo.toml"\n[slurm.trainer]\n'
-            'options = ["--exclude=node3"]\n[slurm.generators]\noptions = ["--nodelist=node3"]\n'
-        )
-        words = ("up", "--hosts", str(site.hosts), *site.settings())
-        viewer = Program([sys.executable, str(REPO / "bin/lan"), *words],
-                         site.folder.with_suffix(".log"), cluster.environment)  # fmt: skip
-        try:
-            until(lambda: "\ngenerator-0: the job has written nothing to" in viewer.printed, viewer)
-            states = site.states()
-            assert (states["generator-0"][2], states["trainer"][2]) == ("unshared", "running")
-        finally:
-            viewer.kill()
-            assert site.lan("down").returncode == 0
+        until(lambda: "\ngenerator-0: the job has written nothing to" in viewer.printed, viewer)
+        states = site.states()
+        assert (states["generator-0"][2], states["trainer"][2]) == ("unshared", "running")
     finally:
+        viewer.kill()
+        assert site.lan("down").returncode == 0
         cluster.cut_power("node3")
         cluster.boot("node3")
 

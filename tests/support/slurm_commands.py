@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,6 @@ for job; do
   mv {self._queue}.new {self._queue}
 done""")  # fmt: skip
         self.write("squeue", f"cat {self._queue}")
-        self.write("scontrol", "echo 'MaxArraySize            = 20'")
         patched.setenv("PATH", f"{self._folder}:{os.environ['PATH']}")
 
     def write(self, name: str, body: str) -> None:
@@ -41,8 +42,9 @@ done""")  # fmt: skip
         (self._folder / name).chmod(0o755)
 
     def set_queue(self, *lines: str) -> None:
-        """Set the output of squeue: lines ID|TASK|STATE|NODE|REASON|TIME."""
-        self._queue.write_text("".join(f"{line}\n" for line in lines))
+        """Set the output of squeue: lines ID|TASK|STATE|NODE|REASON, of jobs two minutes old."""
+        start = datetime.fromtimestamp(time.time() - 120).isoformat(timespec="seconds")
+        self._queue.write_text("".join(f"{line}|{start}\n" for line in lines))
 
     def take_calls(self) -> list[str]:
         """The calls since the last one of this method."""
