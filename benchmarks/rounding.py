@@ -83,7 +83,7 @@ def run_once(
                    "--train.learning-rate", rate, "--train.max-steps", "60",
                    "--wire.port", str(free_ports()), "--no-eval.eval-base-model",
                    "--dashboard.port=None", "--early-stop.max-reward", "0.899",
-                   "--early-stop.patience", "1", *settings]  # fmt: skip
+                   *settings]  # fmt: skip
         with open(Path(folder) / "log", "wb") as log:
             worker = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             try:

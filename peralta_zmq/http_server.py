@@ -14,6 +14,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeAlias
@@ -270,20 +271,23 @@ class Connection(H11Protocol):
 
 
 def open_port(
-    host: str, port: int, *, token: str | None, settings: tuple[str, str]
+    host: str, port: int, *, token: str | None, settings: tuple[str, str], num_ports: int = 1
 ) -> socket.socket:
-    """A listening socket; ConfigError that names a setting of `settings`, (host, port)."""
+    """A listening socket on the first free one of `num_ports` ports.
+
+    Raises ConfigError that names a setting of `settings`, (host, port).
+    """
     host_setting, port_setting = settings
-    check_password(host, token=token, setting=port_setting)
-    try:
-        return listen(host, port, host_setting=host_setting)
-    except OSError as error:
-        raise ConfigError(
-            f"{port_setting} {port} cannot be used ({error.strerror}); choose another"
-        ) from None
+    _check_password(host, token=token, setting=port_setting)
+    last = min(port + num_ports - 1, 65_535)
+    for candidate in range(port, last + 1):
+        with suppress(OSError):  # in use
+            return listen(host, candidate, host_setting=host_setting)
+    ports = f"{port} to {last}" if last > port else port
+    raise ConfigError(f"{port_setting} {ports} cannot be used; choose a free one")
 
 
-def check_password(host: str, *, token: str | None, setting: str) -> None:
+def _check_password(host: str, *, token: str | None, setting: str) -> None:
     """Raise ConfigError if other machines can reach `host` without a password."""
     if token is None and not is_loopback(host):
         section = setting.partition(".")[0]

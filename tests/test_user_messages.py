@@ -85,7 +85,7 @@ def test_settings_page_has_every_setting_once() -> None:
 
 def test_settings_page_and_help_have_docstrings_without_indentation() -> None:
     for text in (config_reference.config_text(), help_text("bin/x", topic="early_stop")):
-        assert "\n\nAfter `patience` steps in a row beyond a limit, " in text
+        assert "\n\nAfter 10 steps in a row beyond a limit, " in text
 
 
 def test_settings_page_names_bounds_and_choices() -> None:

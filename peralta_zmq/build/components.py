@@ -190,9 +190,7 @@ def update_settings(config: Config, step: int) -> UpdateSettings:
         warmup_steps=train.warmup_steps,
         max_steps=train.max_steps,
     )
-    return UpdateSettings(
-        rate, train.adam_beta1, train.adam_beta2, train.weight_decay, train.max_grad_norm
-    )
+    return UpdateSettings(rate, train.weight_decay, train.max_grad_norm)
 
 
 # Loss, advantage, filters.

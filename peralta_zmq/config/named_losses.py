@@ -50,6 +50,7 @@ class NamedLoss:
     """Of a step, leave out the tokens with the largest (prox - mu)^2, as few as bring the mean of
     the others below this."""
     uses_rewards: bool = True  # False: the advantage is 0, apart from the teacher's term
+    corrects_kl: bool = True  # False: the KL term of beta is not multiplied by the ratio
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -119,9 +120,8 @@ LOSSES: dict[str, NamedLoss] = {
     ),
     "m2po": NamedLoss(objective="ratio", m2_threshold=0.04, source="arXiv 2510.01161"),
     "grpo_kl": NamedLoss(
-        objective="on_policy",
-        settings={"aggregation": "rollout", "beta": 0.001, "use_bias_correction_kl": False},
-        source="async-grpo",
+        objective="on_policy", settings={"aggregation": "rollout", "beta": 0.001},
+        corrects_kl=False, source="async-grpo, without the ratio in kl",
     ),
 }  # fmt: skip
 HELP = """\

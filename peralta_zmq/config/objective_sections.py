@@ -87,9 +87,8 @@ class LossSection(PartialSection):
     """coefficient of the squared log ratio to the sampling policy; importance: of the log ratio, in
     the advantage"""
     beta: NonNegativeFloat = 0.0
-    """coefficient of the KL (k3) to the model before training"""
-    use_bias_correction_kl: bool = True
-    """multiply this estimate by the ratio, which makes its gradient unbiased"""
+    """coefficient of the KL to the model before training: k3 times the ratio, which makes its
+    gradient unbiased"""
     entropy_coef: NonNegativeFloat = 0.0
     """any loss: coefficient of the entropy bonus; 0 = off"""
     sft_file: Text | None = None
@@ -117,13 +116,6 @@ class LossSection(PartialSection):
         return section
 
 
-# Setting -> the setting without which it has no effect.
-NEEDED = {
-    "use_bias_correction_kl": "beta",
-    "importance_sampling_clip_max": "importance_sampling_mode",
-}
-
-
 def _check_loss(section: LossSection) -> None:
     """Raise ConfigError for settings that a named loss does not have, or without a gradient."""
     name = section.name
@@ -140,10 +132,6 @@ def _check_loss(section: LossSection) -> None:
             raise ConfigError(
                 f"loss.{option} is not an option of loss '{name}'; remove it or set loss.name to "
                 f"{' or '.join(others)}"
-            )
-        if (needed := NEEDED.get(option)) and not getattr(section, needed):
-            raise ConfigError(
-                f"loss.{option} has no effect without loss.{needed}; set it or remove loss.{option}"
             )
     if loss.objective == "cispo" and section.epsilon_high is None:
         raise ConfigError("loss cispo needs loss.epsilon_high, for example 5")

@@ -35,10 +35,10 @@ FREE_SETTINGS = {
     *("run.fork", "run.from_step", "run.fork_optimizer"),  # without effect on an existing run
     *("run.report_to", "engine.gpu_memory_utilization", "engine.vllm_args"),
     *("task.reward_timeout", "task.reward_workers"),
-    *("train.max_mismatch_kl", "train.memory_fraction"),
+    "train.memory_fraction",
     # The journal has the numbers that each step was trained with.
     *("train.learning_rate", "train.lr_scheduler_type", "train.warmup_steps", "train.max_steps"),
-    *("train.adam_beta1", "train.adam_beta2", "train.weight_decay", "train.max_grad_norm"),
+    *("train.weight_decay", "train.max_grad_norm"),
 }
 # Settings whose defaults follow the model, the data and the machine (build/fitted_settings.py).
 FITTED = (

@@ -21,14 +21,12 @@ from peralta_zmq.config.foreign_names import with_present_names
 from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError, program_name
 
-# bfloat16 has a relative resolution of 1/256. With a beta above this limit, an update changes the
-# optimizer state by less than 1 %, and most of that change is rounded away.
-MAX_BETA_BF16 = 0.99
 # Section, setting, and the setting without which it has no effect.
 NEEDED_SETTINGS = (
     ("run", "from_step", "fork"),
     ("run", "fork_optimizer", "fork"),
     ("loss", "sft_weight", "sft_file"),
+    ("loss", "importance_sampling_clip_max", "importance_sampling_mode"),
     ("generator", "token_file", "serve_port"),
     ("lora", "base_dtype", "rank"),
 )
@@ -218,7 +216,6 @@ def _check_unused(config: Config) -> None:
 def _check_ranges(config: Config) -> None:
     """Check bounds that depend on another setting, and ranges with a gap."""
     train = config.train
-    generator = config.generator
     if config.eval.num_examples == 0 or config.eval.num_examples < -1:
         raise ConfigError(
             f"eval.num_examples {config.eval.num_examples} evaluates no problem; "
@@ -228,18 +225,6 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(
             f"train.warmup_steps {train.warmup_steps} is more than train.max_steps "
             f"{train.max_steps}; use {train.max_steps} or less"
-        )
-    for name in ("adam_beta1", "adam_beta2"):
-        beta = getattr(train, name)
-        if train.optim == "adamw_bf16" and beta > MAX_BETA_BF16:
-            raise ConfigError(
-                f"train.{name} {beta} with train.optim adamw_bf16 makes updates that bfloat16 "
-                f"rounds to zero; use {MAX_BETA_BF16} or less, or another train.optim"
-            )
-    if generator.index >= generator.count:
-        raise ConfigError(
-            f"generator.index {generator.index} is not below generator.count {generator.count}; "
-            "indices start at 0, and all generators have the same count"
         )
 
 

@@ -77,7 +77,6 @@ Store: TypeAlias = Annotated[Text, AfterValidator(_check_store)]
 PlainName: TypeAlias = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_check_plain_name)]
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 FractionOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Probability: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 # At most 65535 - 3, because the trainer also binds the three ports after wire.port.
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65532)]
@@ -195,26 +194,20 @@ class EngineSection(Section):
 
 
 class GeneratorSection(Section):
-    """Identity of one generator; name and index differ between generators."""
+    """Name and chat server of a generator."""
 
     name: PlainName | None = None
-    """name in metrics and logs; None = hostname-index"""
-    index: NonNegativeInt = 0
-    """number from 0 to count - 1: without problems from the trainer, this generator samples every
-    count-th problem"""
-    count: PositiveInt = 1
-    """number of generators that divide the problems by their index meanwhile"""
+    """name in metrics and logs, another one for each generator; None = the name of the machine"""
     serve_port: Port | None = None
-    """port (plus generator.index) for chats with the newest weights through OpenAI's API; None =
-    not served"""
+    """port for chats with the newest weights through OpenAI's API; if it is in use, the next free
+    one; None = not served"""
     token_file: LocalPath | None = None
     """file of mode 0600 with the API key for serve_port; None = only this machine can connect"""
 
     @property
     def full_name(self) -> str:
-        """`name`, or hostname-index with underscores for characters that no name may have."""
-        default = f"{socket.gethostname()}-{self.index}"
-        return self.name or re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", default)
+        """`name`, or the machine's with underscores for characters that no name may have."""
+        return self.name or re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", socket.gethostname())
 
 
 class WireSection(Section):
@@ -249,8 +242,6 @@ class WeightsSection(Section):
     """minimum seconds to keep an old version, for slow readers (NAS: 600)"""
     poll_seconds: PositiveFloat = 2.0
     """seconds between two searches while the trainer announces no version"""
-    wait_for_weights_timeout: PositiveFloat | None = None
-    """seconds after which a generator without any weights exits; None = no limit"""
     update: Literal["in_flight", "between_groups"] = "in_flight"
     """when a generator applies a new version: between two tokens, or with no group in flight"""
     max_mbit_per_s: PositiveFloat | None = None

@@ -15,7 +15,6 @@ from pydantic import (
 )
 
 from peralta_zmq.config.sections import (
-    Decay,
     Fraction,
     FractionOrZero,
     Names,
@@ -230,10 +229,6 @@ class TrainSection(Section):
     """learning rate schedule after the warm-up"""
     warmup_steps: NonNegativeInt = 0
     """training steps in which the learning rate rises from 0 to its peak"""
-    adam_beta1: Decay = 0.9
-    """AdamW: decay of the mean of gradients"""
-    adam_beta2: Decay = 0.95
-    """AdamW: decay of the mean of squared gradients"""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW: decoupled weight decay"""
     master_noise: bool = True
@@ -261,8 +256,6 @@ class TrainSection(Section):
     """weight versions that generators may run ahead; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
     """drop groups sampled by weights more than this many steps old"""
-    max_mismatch_kl: PositiveFloat = 0.1
-    """report a generator if the KL between its logprobs and the trainer's exceeds this"""
     memory_fraction: Fraction | None = None
     """fraction of the memory of its device that the trainer may use; None = all"""
 
@@ -275,16 +268,14 @@ class TrainSection(Section):
 class EarlyStopSection(Section):
     """Limits of metrics that end the run; None = no limit.
 
-    After `patience` steps in a row beyond a limit, the trainer saves a checkpoint and exits with
-    status 2. The same command continues the run and counts from 0 again.
+    After 10 steps in a row beyond a limit, the trainer saves a checkpoint and exits with status 2.
+    The same command continues the run and counts from 0 again.
     """
 
     min_entropy: PositiveFloat | None = None
     """lowest entropy, in nats per token"""
     max_reward: float | None = None
     """highest reward, for example when the task is solved"""
-    patience: PositiveInt = 10
-    """consecutive steps beyond a limit"""
 
 
 class LoraSection(Section):

@@ -20,7 +20,7 @@ from peralta_zmq.environments.held_out import examples_for
 from peralta_zmq.errors import TaskError
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue
 from peralta_zmq.generator.trainer_connection import TrainerConnection
-from peralta_zmq.generator.training_groups import TrainingGroups, sampling_seed
+from peralta_zmq.generator.training_groups import TrainingGroups, own_share, sampling_seed
 from peralta_zmq.generator.weight_sync import ServedWeights
 from peralta_zmq.rollout import Score
 
@@ -129,13 +129,7 @@ class EvaluationGroups:
             return None
         seed = sampling_seed(config.run.seed, link.outbox.sender, f"evaluation {step}")
         self._sampling_of = build.eval_group_sampling(config, seed=seed)
-        index = config.generator.index
-        count = config.generator.count
-        # Generators number themselves by the order of the live senders, which all of them receive.
-        senders = sorted(link.announcement.received) if link.announcement else []
-        if link.outbox.sender in senders:
-            index = senders.index(link.outbox.sender)
-            count = len(senders)
+        index, count = own_share(link.announcement, link.outbox.sender)
 
         def is_answered(position: int) -> bool:
             announcement = link.announcement

@@ -73,11 +73,8 @@ def run_once(config: Config) -> None:
     incarnation = os.urandom(8)  # identifies this start of the generator
     with ExitStack() as stack:
         environments = stack.enter_context(closing(build.open_environments(config, "train")))
-        timeout = config.weights.wait_for_weights_timeout
         waiting = WaitReport(logger.info)
-        trainer = wire.find_trainer(
-            address, config.address_folder, timeout=timeout, report=waiting.show
-        )
+        trainer = wire.find_trainer(address, config.address_folder, report=waiting.show)
         waiting.hide()
         # Rollouts go to the first port; announcements and statuses use the next two ports.
         announcements = wire.AnnouncementSubscriber(

@@ -2,7 +2,7 @@
 
 A sample is one draw of a problem. Its index, a position in the run's shuffled order of problems,
 determines the problem. A generator draws the sample ranges that the trainer grants to it; without
-one for long, its static share: every `generator.count`-th index.
+one for long, its static share: every n-th index, if the trainer announces n live generators.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class TrainingGroups:
         config = self._config
         link = self._link
         self._samples = sample_problems(
-            config, self._environments, link.ranges, announcement=lambda: link.announcement
-        )
+            config, self._environments, link.ranges,
+            sender=link.outbox.sender, announcement=lambda: link.announcement,
+        )  # fmt: skip
         seed = sampling_seed(config.run.seed, link.outbox.sender, "training")
         self._sampling_of = build.group_sampling(config, seed=seed)
 
@@ -157,13 +158,14 @@ def sample_problems(
     environments: Environments,
     ranges: HeldRanges,
     *,
+    sender: str,
     announcement: Callable[[], wire.Announcement | None],
     range_timeout: float = RANGE_TIMEOUT,
 ) -> Iterator[Problem | None]:
     """This generator's endless sequence of training problems; None while it waits for a range.
 
-    `announcement` returns the newest announcement. Raises ConfigError if the trainer has other
-    problems.
+    `sender` is its name in messages; `announcement` returns the newest announcement. Raises
+    ConfigError if the trainer has other problems.
     """
 
     def is_excluded(position: int) -> bool:
@@ -178,7 +180,7 @@ def sample_problems(
 
     sizes = list(environments.sizes.values())
     sampler = ProblemSampler(sizes, seed=config.run.seed, ratios=config.curriculum.env_ratios)
-    indices = _sample_indices(config, ranges, announcement, range_timeout)
+    indices = _sample_indices(sender, ranges, announcement, range_timeout)
     for sample in assigned_samples(sampler, indices, excluded=is_excluded):
         if sample is None:
             yield None
@@ -188,7 +190,7 @@ def sample_problems(
 
 
 def _sample_indices(
-    config: Config,
+    sender: str,
     ranges: HeldRanges,
     announcement: Callable[[], wire.Announcement | None],
     range_timeout: float,
@@ -219,18 +221,23 @@ def _sample_indices(
             yield None
             continue
         if share is None:
-            index = config.generator.index
-            count = config.generator.count
+            index, count = own_share(newest, sender)
             share = static_share(index=index, count=count, start=newest.next_sample_index)
             logger.warning(
-                "no sample range from the trainer; sampling share %d of %d, as generator.index and "
-                "count say: without different numbers, generators sample the same problems",
-                index,
+                "no sample range from the trainer; sampling every %d. problem, so that several "
+                "generators may sample the same ones",
                 count,
             )
         sample_index = next(share)
         ranges.record_drawn(sample_index)
         yield sample_index
+
+
+def own_share(announcement: wire.Announcement | None, sender: str) -> tuple[int, int]:
+    """Index of a generator among the live ones that the trainer announces, and their number."""
+    received = announcement.received if announcement else {}
+    senders = sorted({*received, sender})
+    return senders.index(sender), len(senders)
 
 
 class SamplingPacer:

@@ -194,24 +194,14 @@ def open_engine(
 
     These are `config` with those that the trainer chose. A version whose files cannot be loaded is
     refused, and another one awaited. While waiting, calls `report_store(run_id)` at each
-    announcement if the store has only deltas or cannot be read. Raises StoreError after
-    weights.wait_for_weights_timeout seconds.
+    announcement if the store has only deltas or cannot be read.
     """
     started = reported = time.monotonic()
     waiting = WaitReport(logger.info)
     refused = ""
-    timeout = config.weights.wait_for_weights_timeout or float("inf")
     while True:
         while (pending := subscriber.poll(timeout=0.2)) is None:
             now = time.monotonic()
-            if now - started > timeout:
-                waiting.hide()
-                why = subscriber.store_error or refused
-                raise StoreError(
-                    f"no weights in {config.weights_address} after {timeout:g} s "
-                    f"(weights.wait_for_weights_timeout){f': {why}' if why else ''}. "
-                    f"Start the trainer: {program_name('trainer')}{files_given()}"
-                )
             announcement = announcements.receive()
             trainer.poll(silent_seconds=now - announcements.received_at)
             if announcement is not None and (subscriber.wants_keyframe or subscriber.store_error):

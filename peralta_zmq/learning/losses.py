@@ -153,7 +153,7 @@ def policy_loss(
     if section.beta:
         reference = _required(tokens.ref_logprobs, "beta", model="reference")
         kl = kl_estimate(reference - tokens.logprobs)
-        kl = kl * ratio if section.use_bias_correction_kl else kl
+        kl = kl * ratio if loss.corrects_kl else kl
         per_token = per_token + section.beta * kl
         metrics["kl"] = token_mean(tokens, kl.detach())
     if section.aggregation == "token":

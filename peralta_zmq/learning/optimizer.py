@@ -35,10 +35,10 @@ class UpdateSettings:
     """What may differ between the updates of a run: numbers, and what computes them."""
 
     learning_rate: float
-    adam_beta1: float
-    adam_beta2: float
     weight_decay: float
     max_grad_norm: float
+    adam_beta1: float = 0.9  # decay of the mean of gradients
+    adam_beta2: float = 0.95  # decay of their squares; bfloat16 rounds away updates above 0.99
     arithmetic: Mapping[str, str] = field(
         default_factory=dict[str, str]
     )  # see models/step_arithmetic.py

@@ -115,8 +115,8 @@ class MismatchStatistics:
     step on. A mismatch that grows comes from updates that change the policy too much.
     """
 
-    def __init__(self, *, bound: float, max_senders: int = 4096) -> None:
-        self._bound = bound
+    def __init__(self, *, bound: float = 0.1, max_senders: int = 4096) -> None:
+        self.bound = bound
         self._max_senders = max_senders  # the least recently active is dropped first
         self._flagged: set[str] = set()
         self._steps: dict[str, deque[Mismatch]] = {}
@@ -149,7 +149,7 @@ class MismatchStatistics:
             for sender, steps in self._steps.items()
             if sender not in self._flagged
             and len(steps) >= MIN_STEPS
-            and (mean := self.mean(sender)) > self._bound
+            and (mean := self.mean(sender)) > self.bound
         }
         self._flagged |= new.keys()
         return new

@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from peralta_zmq.config import Config
-from peralta_zmq.config.hosts import Host, Hosts
+from peralta_zmq.config.hosts import Host
 from peralta_zmq.config.resolved import toml_text
 from peralta_zmq.operate import ssh
-from peralta_zmq.operate.process_group import generator_options
 from peralta_zmq.operate.ssh import Command, Result, on_host
 from peralta_zmq.operate.supervisor import COPY_MARKER, FOLDER, Job, job_text
 
@@ -203,25 +202,24 @@ def doctor(host: Host, config: Config) -> Command:
     return on_host(host, "sh -s", script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
 
 
-def supervisor_steps(host: Host, command: str, hosts: Hosts, config: Config) -> list[Command]:
+def supervisor_steps(host: Host, command: str, config: Config) -> list[Command]:
     """Run the supervisor's command `check` or `start` with the jobs of the host."""
-    lines = "".join(f"{job_text(job)}\n" for job in jobs_of(host, hosts, config))
+    lines = "".join(f"{job_text(job)}\n" for job in jobs_of(host, config))
     return [on_host(host, supervisor_script(host, command), lines)]
 
 
-def jobs_of(host: Host, hosts: Hosts, config: Config) -> list[Job]:
+def jobs_of(host: Host, config: Config) -> list[Job]:
     """The jobs of a host: the trainer, if the host runs it, then its generators."""
     env = {"HF_HUB_OFFLINE": "1", **host.env}
     options = settings_options(host, config)
-    # The workers of the host share its cores; all generators of the run share the problems.
+    # The workers of the host share its cores.
     share = ("--run.num-workers", str(max(len(host.workers), config.run.num_workers)))
     jobs: list[Job] = []
     if host.role == "trainer":
         words = (PYTHON, "bin/trainer", *options, *share)
         jobs.append(Job(f"{host.name}-trainer", words, env, str(config.run_folder)))
     for name in host.generators:
-        identity = generator_options(name, hosts.generators.index(name), len(hosts.generators))
-        words = (PYTHON, "bin/generator", *options, *identity, *share)
+        words = (PYTHON, "bin/generator", *options, "--generator.name", name, *share)
         jobs.append(Job(name, words, env))
     return jobs
 

@@ -162,7 +162,7 @@ class SshLauncher:
             host_setup.make_keys(config.keys_folder, self.hosts.generators)
 
         def supervisor(command: str) -> StepsOf:
-            return lambda host: host_setup.supervisor_steps(host, command, self.hosts, config)
+            return lambda host: host_setup.supervisor_steps(host, command, config)
 
         is_ready = (
             self._phase("settings", lambda host: host_setup.send_settings(host, config))

@@ -16,7 +16,6 @@ from peralta_zmq.operate.process_group import (
     ProcessGroup,
     RestartPolicy,
     Worker,
-    generator_options,
     recorder,
     supervise,
 )
@@ -89,8 +88,8 @@ def local_workers(config: Config, arguments: Sequence[str]) -> list[Worker]:
     command = (*program_command("trainer"), *arguments, *share)
     workers = [Worker("trainer", command)]
     for index in range(count):
-        options = generator_options(f"local-{index}", index, count)
-        command = (*program_command("generator"), *arguments, *options, *share)
+        name = ("--generator.name", f"local-{index}")
+        command = (*program_command("generator"), *arguments, *name, *share)
         log = config.run_folder / "logs" / f"generator-{index}.log"
         workers.append(Worker(f"generator-{index}", command, log))
     return workers

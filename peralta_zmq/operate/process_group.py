@@ -56,12 +56,6 @@ class Worker:
     log: Path | None = None
 
 
-def generator_options(name: str, index: int, count: int) -> tuple[str, ...]:
-    """Options of generator `index` of the `count` generators of a run."""
-    identity = ("--generator.name", name, "--generator.index", str(index))
-    return (*identity, "--generator.count", str(count))
-
-
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """When workers are started again, in seconds."""

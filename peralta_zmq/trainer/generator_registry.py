@@ -314,11 +314,11 @@ class GeneratorRegistry:
 
 
 def report_mismatches(statistics: MismatchStatistics, session: Session, *, step: int) -> None:
-    """Report each sender above train.max_mismatch_kl once.
+    """Report each sender above the bound of the mismatch once.
 
     Not called for steps that a restart trains again.
     """
-    bound = session.config.train.max_mismatch_kl
+    bound = statistics.bound
     run_log = session.run_log
     for sender_id, mean in statistics.flag_senders().items():
         sender = Sender(sender_id)
@@ -331,6 +331,5 @@ def report_mismatches(statistics: MismatchStatistics, session: Session, *, step:
         if is_logged:
             run_log.note(
                 f"the logprobs of generator {sender.name} differ from the trainer's: mismatch_kl "
-                f"{mean:.3g} over its last {WINDOW} steps, bound {bound:g} "
-                f"(train.max_mismatch_kl). {remedy}"
+                f"{mean:.3g} over its last {WINDOW} steps, bound {bound:g}. {remedy}"
             )

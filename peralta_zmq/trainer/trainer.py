@@ -120,7 +120,7 @@ class Trainer:
             self.session, receiver, journal, self.generators, pools, self.evaluations
         )
         self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
-        self.mismatch = MismatchStatistics(bound=config.train.max_mismatch_kl)
+        self.mismatch = MismatchStatistics()
         self.early_stop = EarlyStop(config.early_stop)
         self.no_signal = NoSignalWarning(run_log, self.policy.tokenizer)
         session.open_dashboard(config, stack, run_log)

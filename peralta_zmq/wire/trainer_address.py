@@ -100,26 +100,19 @@ def find_trainer(
     address: str,
     folder: Path | None,
     *,
-    timeout: float | None = None,
     report: Callable[[str], None] = logger.info,
     poll_seconds: float = POLL_SECONDS,
     report_seconds: float = REPORT_SECONDS,
 ) -> TrainerAddress:
     """The trainer at `address`; with a folder, at the address that a trainer writes to it.
 
-    Waits for the first address in the folder. Raises WireError after `timeout` seconds.
+    Waits for the first address in the folder.
     """
     if folder is None:
         return TrainerAddress(address)
     started = reported = time.monotonic()
     while (newest := read_address(folder)) is None:
         now = time.monotonic()
-        if timeout is not None and now - started > timeout:
-            remedy = "start the trainer, with the same wire.address_dir"
-            raise WireError(
-                f"no trainer has written its address to {folder} for {timeout:.0f} s "
-                f"(weights.wait_for_weights_timeout); {_why_unreadable(folder) or remedy}"
-            )
         if now - reported > report_seconds:
             reported = now
             remedy = "is the folder shared with the trainer's machine?"

@@ -267,8 +267,6 @@ REFUSED_OPTIONS = [
     ("--loss.delta=3",
      "loss.delta is not an option of loss 'reinforce'; remove it or set loss.name to grpo or "
      "dapo or bnpo or dr_grpo or luspo or gspo or decoupled_ppo"),
-    ("--no-loss.use-bias-correction-kl",
-     "loss.use_bias_correction_kl has no effect without loss.beta"),
     ("--loss.importance-sampling-clip-max=2",
      "loss.importance_sampling_clip_max has no effect without loss.importance_sampling_mode"),
     ("--loss.name=cispo --loss.epsilon-high=None", "loss cispo needs loss.epsilon_high"),

@@ -40,12 +40,6 @@ def test_number_of_bits_is_one_of_two(value: str) -> None:
     assert "should be 4 or 8" in refusal("--engine.quantize", "6")
 
 
-def test_switch_without_default_can_be_set() -> None:
-    for value in (True, False):
-        loss = load(f"--loss.use-bias-correction-kl={value}", "--loss.beta=0.1").loss
-        assert loss.use_bias_correction_kl is value
-
-
 def test_groups_per_step_is_batch_size_by_num_generations() -> None:
     assert load("--train.batch-size", "48", "--sampling.num-generations", "4").groups_per_step == 12
 

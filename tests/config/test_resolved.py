@@ -97,8 +97,8 @@ def test_earlier_config_refuses_a_fork_to_an_existing_run(tmp_path: Path) -> Non
     "--generator.name=x", "--wire.port=6000", "--run.num-workers=3", "--train.max-steps=81",
     "--no-eval.eval-base-model", "--checkpoint.interval=5", "--weights.keep-last=9",
     "--model.device=cpu", "--train.learning-rate=1e-4", "--train.lr-scheduler-type=constant",
-    "--train.warmup-steps=3", "--train.max-steps=59", "--train.adam-beta1=0.8",
-    "--train.adam-beta2=0.9", "--train.weight-decay=0.1", "--train.max-grad-norm=2",
+    "--train.warmup-steps=3", "--train.max-steps=59",
+    "--train.weight-decay=0.1", "--train.max-grad-norm=2",
 ])  # fmt: skip
 def test_earlier_config_accepts_free_settings(argument: str, tmp_path: Path) -> None:
     assert earlier_config(load(argument), tmp_path) == load(argument)  # a new run

@@ -23,13 +23,12 @@ GRANTING = wire.Announcement("run", next_sample_index=100)
 
 
 class Scene:
-    """Generator 1 of 3 that serves the weights of step 2, with a batch of 4 groups."""
+    """A generator that serves the weights of step 2, with a batch of 4 groups."""
 
     def __init__(self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> None:
         engine = FakeEngine()
         version = apply_until(engine, subscriber, publish(store, 2, 1.0), 2)
         sections: dict[str, Any] = {
-            "generator": {"index": 1, "count": 3},
             "train": {"batch_size": 32},
             "sampling": {"num_generations": 8},
         }
@@ -52,6 +51,7 @@ class Scene:
     def _sample_problems(self, range_timeout: float = RANGE_TIMEOUT) -> Iterator[Problem | None]:
         return sample_problems(
             self._opened.config, self._opened.environments, self.connection.ranges,
+            sender=self.connection.outbox.sender,
             announcement=lambda: self.connection.announcement, range_timeout=range_timeout,
         )  # fmt: skip
 
@@ -91,7 +91,9 @@ def test_granted_samples_are_drawn_in_order(scene: Scene) -> None:
 def test_static_share_replaces_ranges_that_a_waiting_trainer_does_not_grant(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waiting = replace(GRANTING, waiting=True)
+    """This generator is the second of three."""
+    live = {"aaa/00": 0, scene.connection.outbox.sender: 0, "zed/00": 0}
+    waiting = replace(GRANTING, waiting=True, received=live)
     scene.announce(waiting)
     assert scene.draw(2) == [None] * 2 and not caplog.records
     scene.set_timeout(0.0)
@@ -99,7 +101,7 @@ def test_static_share_replaces_ranges_that_a_waiting_trainer_does_not_grant(
     assert scene.draw(2) == [None] * 2  # the trainer computes a step
     scene.announce(waiting)
     assert scene.draw(2) == [100, 103]
-    assert "no sample range from the trainer; sampling share 1 of 3" in caplog.text
+    assert "no sample range from the trainer; sampling every 3. problem, so" in caplog.text
     scene.announce(waiting, range(102, 106))
     assert scene.draw(2) == [104, 105]
 

@@ -19,7 +19,7 @@ from sample_data import tiny_model
 
 from peralta_zmq import atomic_files, models, wire
 from peralta_zmq.config import load_config
-from peralta_zmq.errors import OutageError, StoreError
+from peralta_zmq.errors import OutageError
 from peralta_zmq.generator import weight_sync
 from peralta_zmq.generator.weight_sync import (
     ServedWeights,
@@ -235,33 +235,19 @@ def test_version_whose_files_raise_is_refused_and_another_one_used(
     assert [line.split()[1] for line in refused] == ["version=3", "version=2"]
 
 
-def test_open_engine_stops_waiting_after_the_timeout(tmp_path: Path) -> None:
-    arguments = ["--run.dir", str(tmp_path), "--weights.wait-for-weights-timeout", "0.3"]
-    config = load_config("bin/generator", arguments)
-    with (
-        closing(wire.AnnouncementSubscriber(ABSENT)) as announcements,
-        closing(open_subscriber(config, "ann")) as subscriber,
-        pytest.raises(StoreError, match=r"no weights in .* after 0\.3 s .*bin/trainer"),
-    ):
-        open_engine(
-            config, subscriber, announcements, wire.TrainerAddress(ABSENT), lambda run_id: None
-        )
-
-
-def test_reason_of_an_unreadable_store_is_reported_during_the_wait_and_at_its_end(
-    tmp_path: Path,
-) -> None:
+def test_reason_of_an_unreadable_store_is_reported_during_the_wait(tmp_path: Path) -> None:
     (tmp_path / "nas").touch()
     arguments = ["--run.dir", str(tmp_path), "--weights.dir", str(tmp_path / "nas")]
-    arguments += ["--weights.wait-for-weights-timeout", "1"]
-    config, reports = load_config("bin/generator", arguments), set[str]()
-    reason = r"timeout\): .*nas cannot be read: Not a directory.*bin/trainer$"
+    config = load_config("bin/generator", arguments)
+
+    def report(run_id: str) -> None:
+        raise RuntimeError(run_id)  # ends the wait
+
     with (
         closing(wire.AnnouncementSubscriber(ABSENT)) as announcements,
         closing(open_subscriber(config, "ann")) as subscriber,
-        pytest.raises(StoreError, match=reason),
+        pytest.raises(RuntimeError, match="run-7"),
     ):
         announcements.latest = wire.Announcement("run-7")
-        trainer = wire.TrainerAddress(ABSENT)
-        open_engine(config, subscriber, announcements, trainer, reports.add)
-    assert reports == {"run-7"}
+        open_engine(config, subscriber, announcements, wire.TrainerAddress(ABSENT), report)
+    assert "nas cannot be read: Not a directory;" in subscriber.store_error

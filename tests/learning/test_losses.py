@@ -92,9 +92,8 @@ def gradient(loss: Any, tokens: Tokens) -> list[float]:
                 importance_sampling_clip_max=1.5), 0.75, -1.168905),
         (preset("dapo", importance_sampling_mode="sequence_mask",
                 importance_sampling_clip_max=1.7), 0.75, 0),
-        # ref - pi: -.2, 0, -.5, -.2; k3 = .143993 in total
-        (preset("dapo", beta=0.1, use_bias_correction_kl=False), 0.75, -0.769632),
-        (preset("dapo", beta=0.1), 0.75, -0.739801),  # k3 times r: 1.337245
+        # ref - pi: -.2, 0, -.5, -.2; k3 = .143993 in total, and times r 1.337245
+        (preset("dapo", beta=0.1), 0.75, -0.739801),
     ],
 )  # fmt: skip
 def test_loss_matches_the_oracle(loss: Any, advantage: float, expected: float) -> None:
@@ -122,11 +121,11 @@ def test_off_policy_mask_leaves_out_far_rollouts_with_negative_advantage(
 
 
 def test_unselected_tokens_count_in_the_divisor_and_in_the_kl() -> None:
-    # ratios 1.105171, .818731, 1: -.75 * 2.923902 / 4; k3 .143993 / 4 of all four tokens
+    # ratios 1.105171, .818731, 1: -.75 * 2.923902 / 4; k3 times r of all four tokens
     tokens = replace(oracle(), selected=torch.tensor([True, True, False, True]))
-    loss = preset("dapo", beta=0.1, use_bias_correction_kl=False)
+    loss = preset("dapo", beta=0.1)
     value, metrics = loss(tokens)
-    assert value.item() == pytest.approx(-0.548232 + 0.1 * 0.143993 / 4, abs=1e-6)
+    assert value.item() == pytest.approx(-0.548232 + 0.1 * 1.337245 / 4, abs=1e-6)
     assert metrics["masked/mean"].item() == 0.25
     assert gradient(preset("m2po"), tokens)[2] == 0
 

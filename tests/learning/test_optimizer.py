@@ -136,15 +136,6 @@ def test_missing_bitsandbytes_error_names_the_remedy(monkeypatch: pytest.MonkeyP
         learner_with(EIGHT_BIT)
 
 
-@pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2"])
-def test_adamw_bf16_rejects_large_betas(name: str) -> None:
-    flag = "--train." + name.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"train.{name} 0.999 with train.optim adamw_bf16"):
-        load_config("bin/trainer", [f"{flag}=0.999", "--train.optim=adamw_bf16"])
-    load_config("bin/trainer", [f"{flag}=0.999"])
-    load_config("bin/trainer", [f"{flag}=0.99", "--train.optim=adamw_bf16"])
-
-
 def test_adamw_8bit_is_rejected_for_sharded_ranks() -> None:
     config = load_config("bin/trainer", [f"--train.optim={EIGHT_BIT}"])
     with pytest.raises(ConfigError, match=r"adamw_8bit does not support.*; use adamw_bf16, or"):

@@ -80,7 +80,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sapo", {"importance_sampling_level": "sequence"}),
     ("grpo", {"off_policy_mask_threshold": 0.1}),
     *((name, {"beta": 0.3}) for name in ("grpo", "dapo", "dr_grpo", "cispo", "luspo")),
-    ("dapo", {"beta": 0.3, "use_bias_correction_kl": False}),
     ("gspo", {"beta": 0.3, "epsilon": 0.1, "epsilon_high": 0.2}),
     *((name, {"top_entropy_quantile": 0.25}) for name in ("grpo", "dr_grpo", "cispo", "luspo")),
     ("dapo", {"top_entropy_quantile": 0.5, "beta": 0.3}),

@@ -31,8 +31,8 @@ def probe_problem(host: Host, **changes: str) -> str | None:
 
 def test_workers_get_the_options_of_their_host() -> None:
     settings = str(host_setup.settings_file(config()))
-    trainer, generator = host_setup.jobs_of(MAC, HOSTS, config())
-    first, second = host_setup.jobs_of(PC, HOSTS, config())
+    trainer, generator = host_setup.jobs_of(MAC, config())
+    first, second = host_setup.jobs_of(PC, config())
     assert [job.name for job in (trainer, generator, first, second)] == [
         "mac-trainer", "mac-0", "pc-0", "pc-1"]  # fmt: skip
     assert trainer.command == (
@@ -41,8 +41,7 @@ def test_workers_get_the_options_of_their_host() -> None:
     assert second.command == (
         ".venv/bin/python", "bin/generator", "@", settings,
         "--weights.dir", "/mnt/nas/w", "--model.device", "cuda",
-        "--generator.name", "pc-1", "--generator.index", "2", "--generator.count", "3",
-        "--run.num-workers", "2")  # fmt: skip
+        "--generator.name", "pc-1", "--run.num-workers", "2")  # fmt: skip
     assert second.env == {"HF_HUB_OFFLINE": "1", "A": "b c"}
     assert trainer.run == "runs/demo" and first.run is None
 
@@ -64,10 +63,10 @@ def test_source_dated_in_the_future_does_not_install_at_each_make(tmp_path: Path
 
 def test_changed_settings_change_the_job_and_use_another_file() -> None:
     other = config(run=RunSection(seed=1))
-    before, after = (host_setup.jobs_of(PC, HOSTS, settings) for settings in (config(), other))
+    before, after = (host_setup.jobs_of(PC, settings) for settings in (config(), other))
     assert [job.name for job in before] == [job.name for job in after]
     assert all(old != new for old, new in zip(before, after, strict=True))
-    assert host_setup.jobs_of(PC, HOSTS, config()) == before
+    assert host_setup.jobs_of(PC, config()) == before
     (written,) = host_setup.send_settings(PC, other)
     assert str(host_setup.settings_file(other)) in written.shown
     assert str(host_setup.settings_file(config())) not in written.shown
@@ -79,12 +78,12 @@ def test_weights_password_is_sent_if_this_machine_has_it(tmp_path: Path) -> None
     token = tmp_path / "token"
     served = config(security=SecuritySection(token_file=str(token), insecure=True))
     assert len(host_setup.send_settings(PC, served)) == 1  # each host has its own file at that path
-    assert "--security.token-file" not in host_setup.jobs_of(PC, HOSTS, served)[0].command
+    assert "--security.token-file" not in host_setup.jobs_of(PC, served)[0].command
     token.write_text("x" * 32)
     assert host_setup.send_settings(PC, served)[1].words[-2:] == (
         str(token), "me@pc:peralta_zmq/.lan/weights-token")  # fmt: skip
     for host in HOSTS.host:
-        for job in host_setup.jobs_of(host, HOSTS, served):
+        for job in host_setup.jobs_of(host, served):
             index = job.command.index("--security.token-file")
             assert job.command[index + 1] == ".lan/weights-token"
     assert "--security.token-file .lan/weights-token" in host_setup.doctor(PC, served).shown

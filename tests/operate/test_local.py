@@ -48,10 +48,7 @@ def test_local_workers_get_index_count_and_share_of_cores() -> None:
     assert trainer.command[2:] == (*arguments, "--run.num-workers", "3")
     assert trainer.log is None
     assert first.command[2:6] == second.command[2:6] == tuple(arguments)
-    assert second.command[6:] == (
-        *("--generator.name", "local-1", "--generator.index", "1"),
-        *("--generator.count", "2", "--run.num-workers", "3"),
-    )
+    assert second.command[6:] == ("--generator.name", "local-1", "--run.num-workers", "3")
     assert second.log == Path("runs/test/logs/generator-1.log")
 
 

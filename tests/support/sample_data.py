@@ -161,7 +161,7 @@ def tiny_learner(model: Any, **options: Any) -> Any:
     packing_names = {field.name for field in fields(Packing)}
     settings: dict[str, Any] = {"loss": preset("reinforce"), "advantage": group_mean}
     arguments: dict[str, Any] = {
-        "update": lambda step: UpdateSettings(rate(step), beta1, beta2, decay, max_norm),
+        "update": lambda step: UpdateSettings(rate(step), decay, max_norm, beta1, beta2),
         "compute_logprobs": Scorer(model),
     }
     packing = {name: options.pop(name) for name in packing_names & options.keys()}

@@ -35,7 +35,7 @@ from peralta_zmq.trainer.journal import DroppedGroup, Journal
 from peralta_zmq.trainer.recovery import load_journaled_batch
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session, StopSignal
 
-UPDATE = UpdateSettings(1e-3, 0.9, 0.95, 0.0, 1.0)
+UPDATE = UpdateSettings(1e-3, weight_decay=0.0, max_grad_norm=1.0)
 NUM_SENDERS = 300
 MAX_ENTRIES_PER_SECOND = 500_000  # of 100 bytes, over all receivers of the announcements
 

@@ -72,7 +72,7 @@ def test_open_dashboard_without_a_free_port_is_reported(
     printed_by: Callable[..., list[str]], full: int
 ) -> None:
     (line,) = printed_by("--dashboard.port", str(full))
-    assert line == "no dashboard: dashboard.port 65532 to 65535 are all taken; choose another"
+    assert line == "no dashboard: dashboard.port 65532 to 65535 cannot be used; choose a free one"
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])

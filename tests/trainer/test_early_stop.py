@@ -36,7 +36,7 @@ from tools.link_proxy import free_ports
 def test_limit_exceeded_in_consecutive_steps_ends_the_run(
     limits: Mapping[str, float], metric: str, values: Sequence[float], stopped_at: int
 ) -> None:
-    early_stop = EarlyStop(EarlyStopSection(patience=2, **limits))
+    early_stop = EarlyStop(EarlyStopSection(**limits), patience=2)
     reached = 0
     for step, value in enumerate(values, start=1):
         early_stop.update(step, {metric: value})
@@ -48,14 +48,14 @@ def session(folder: Path, *more: str) -> str:
     """Run a trainer that gets groups with the rewards 1, 0, 0, 0; returns its last message."""
     port = free_ports()
     arguments = [*CONTINUED_SETTINGS, "--run.dir", str(folder), "--wire.port", str(port), *more]
-    config = load_config("bin/trainer", [*arguments, "--train.max-steps=8"])
+    config = load_config("bin/trainer", [*arguments, "--train.max-steps=22"])
     ended = threading.Event()
 
     def send() -> None:
         with closing(wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)) as sender:
             while (run_id := known_run_id(config.run_folder)) is None and not ended.is_set():
                 ended.wait(0.01)
-            for number in range(16):
+            for number in range(44):
                 frame = wire.encode_group(
                     group_of([1, 0, 0, 0], run_id=run_id, group_number=number, seed=number)
                 )
@@ -76,16 +76,16 @@ def session(folder: Path, *more: str) -> str:
 
 @pytest.mark.slow  # starts three trainers
 def test_stopped_run_is_saved_and_the_same_command_continues(tmp_path: Path) -> None:
-    limit = ("--early-stop.max-reward=0.2", "--early-stop.patience=3")
+    limit = "--early-stop.max-reward=0.2"
     run = tmp_path / "demo"
-    assert session(tmp_path, *limit) == (
-        "stopped early after step 3: reward 0.25 is above early_stop.max_reward 0.2, in 3 steps in "
-        "a row. A checkpoint is saved. The same command continues, and stops again after 3 such "
-        "steps; change the limit, or go back with --run.fork and --run.from-step"
+    assert session(tmp_path, limit) == (
+        "stopped early after step 10: reward 0.25 is above early_stop.max_reward 0.2, in 10 steps "
+        "in a row. A checkpoint is saved. The same command continues, and stops again after 10 "
+        "such steps; change the limit, or go back with --run.fork and --run.from-step"
     )
-    assert [*atomic_files.steps_in(run / "checkpoints")] == [3]
-    assert session(tmp_path, *limit).startswith("stopped early after step 6: ")
-    assert session(tmp_path, *limit) == ""  # the last step completes the run
-    assert [row["step"] for row in read_rows(run / METRICS)] == [*range(1, 9)]
+    assert [*atomic_files.steps_in(run / "checkpoints")] == [10]
+    assert session(tmp_path, limit).startswith("stopped early after step 20: ")
+    assert session(tmp_path, limit) == ""  # the last step completes the run
+    assert [row["step"] for row in read_rows(run / METRICS)] == [*range(1, 23)]
     kinds = [row["event"] for row in read_rows(run / EVENTS)]
     assert kinds.count("early_stop") == 2 and kinds[-1] == "complete"

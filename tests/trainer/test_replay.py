@@ -69,7 +69,7 @@ def test_replay_excuses_other_weights_only_after_steps_on_other_ranks(
         with ExitStack() as stack:
             continued.train(continued.open(stack, max_steps=max_steps), until=max_steps)
     with closing(Journal(continued.folder / JOURNAL)) as journal:  # its newest record counts
-        numbers = UpdateSettings(0.03, 0.9, 0.95, weight_decay=0.0, max_grad_norm=1.0)
+        numbers = UpdateSettings(0.03, weight_decay=0.0, max_grad_norm=1.0)
         journal.append(wrong, encode_update(numbers), BEGUN)
         journal.commit()
     starts = [

@@ -34,7 +34,7 @@ def serve_chats(
         chats,
         tokenizer,
         host="127.0.0.1" if token is None else ("::" if has_dualstack_ipv6() else "0.0.0.0"),
-        port=config.generator.serve_port + config.generator.index,
+        port=config.generator.serve_port,
         token=token,
         model=config.run.name,
         template_kwargs=config.data.chat_template_kwargs,

@@ -72,7 +72,7 @@ class ChatServer:
         self._server = HttpServer(
             "chat server",
             [Mount("/v1", routes=routes), *routes],
-            listening=open_port(host, port, token=token, settings=(setting, setting)),
+            listening=open_port(host, port, token=token, settings=(setting, setting), num_ports=20),
             token=token,
             token_setting="generator.token_file",
             refuse=_refuse,

@@ -20,7 +20,6 @@ import mimetypes
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from peralta_zmq.addresses import is_loopback, listen
-from peralta_zmq.errors import ConfigError
-from peralta_zmq.http_server import HttpServer, Limits, check_password
+from peralta_zmq.addresses import is_loopback
+from peralta_zmq.http_server import HttpServer, Limits, open_port
 from peralta_zmq.observe import prometheus
 from peralta_zmq.observe.dashboard import view
 from peralta_zmq.observe.dashboard.run_files import RunFiles, RunList
@@ -66,7 +64,6 @@ class Dashboard:
         live: bool = False,
         limits: Limits | None = None,
     ) -> None:
-        check_password(host, token=token, setting="dashboard.host")
         self._runs = RunList(folders, live=live)
         routes = [
             Route("/api/runs", self.overview),
@@ -81,7 +78,9 @@ class Dashboard:
         self.server = HttpServer(
             "dashboard",
             routes,
-            listening=_listen(host, port),
+            listening=open_port(
+                host, port, token=token, settings=("dashboard.host", "dashboard.port"), num_ports=20
+            ),
             token=token,
             token_setting="dashboard.token_file",
             has_login=True,
@@ -158,18 +157,6 @@ def _banner(host: str, requested_port: int, port: int) -> list[str]:
             f"encryption: http://{name}:{port}/?token=..."
         )
     return lines
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket on `port`, or on the next free port."""
-    largest = 65_535
-    if not 0 <= port <= largest:
-        raise ConfigError(f"dashboard.port {port} is invalid; choose one from 1 to {largest}")
-    last = min(port + 20 - 1, largest)
-    for candidate in range(port, last + 1) if port else [0]:
-        with suppress(OSError):  # in use
-            return listen(host, candidate, host_setting="dashboard.host")
-    raise ConfigError(f"dashboard.port {port} to {last} are all taken; choose another")
 
 
 def _static_files() -> Mapping[str, Response]:

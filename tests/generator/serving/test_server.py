@@ -255,6 +255,16 @@ def test_settings_are_checked_before_the_weights_are_there(tmp_path: Path) -> No
         serving.check_settings(Config.model_validate({"generator": missing}))
 
 
+def test_generators_of_one_machine_serve_chats_on_different_ports(scene: Scene) -> None:
+    port = scene.serve().port
+    second = ChatServer(
+        scene.chats, scene.tokenizer, host="127.0.0.1", port=port, token=None, model="demo",
+        template_kwargs={},
+    )  # fmt: skip
+    with closing(second):
+        assert port < second.port < port + 20
+
+
 # A whole run.
 
 
