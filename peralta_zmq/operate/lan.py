@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from peralta_zmq.config import Config, check_memory_fractions, load_config
 from peralta_zmq.config.hosts import Host, Hosts, Slurm, load_hosts
@@ -35,7 +34,6 @@ STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE = host_setup.HOSTS_FILE
 EXAMPLE = Path("configs/hosts.example.toml")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # not 127.0.0.2, which tests use for another machine
-FIRST_GPU = ("auto", "cuda", "cuda:0", "mps")  # names of the same GPU, on a machine that has one
 StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phase for a host
 
 
@@ -56,62 +54,32 @@ def main(arguments: Sequence[str]) -> int:
     if command == "status":
         return lan_monitor.print_status(launcher.rows())
     if command == "logs":
-        launcher.follow_logs(options.names, lines=lan_monitor.DEFAULT_LINES)
+        launcher.follow_logs(options.names, lines=20)
         return 0
     return launcher.control(command, options.names)
 
 
-class Launcher(Protocol):
-    """Starts and controls the workers of a run. Every method may raise ConfigError."""
-
-    def up(self, config: Config) -> int:
-        """Start the workers, except those that run already; returns an exit code."""
-        ...
-
-    def sync(self, config: Config) -> int:
-        """Only copy and install; returns an exit code."""
-        ...
-
-    def rows(self) -> list[Row]:
-        """The status of every worker."""
-        ...
-
-    def exit_code(self) -> int:
-        """The exit code of the trainer; 1 if it still runs or cannot be reached."""
-        ...
-
-    def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
-        """Print the logs of these workers (all without names); False after Ctrl-C."""
-        ...
-
-    def control(self, command: str, names: Sequence[str]) -> int:
-        """Restart, stop, enable or disable these workers (all without names); an exit code."""
-        ...
-
-
-def choose_launcher(hosts: Hosts, path: Path, options: argparse.Namespace) -> Launcher:
+def choose_launcher(
+    hosts: Hosts, path: Path, options: argparse.Namespace
+) -> SshLauncher | SlurmLauncher:
     """The launcher that --launcher names; by default that of the tables of the hosts file."""
-    dry_run = getattr(options, "dry_run", False)
-    partial = getattr(options, "partial", False)
     by_default = "slurm" if hosts.slurm and not hosts.host else "ssh"
     if (options.launcher or by_default) == "slurm":
-        if partial:
-            raise ConfigError(
-                "--partial is for hosts with ssh; leave it out: Slurm starts each generator as "
-                "soon as its job can run"
-            )
-        return SlurmLauncher(hosts.slurm or Slurm(), path, dry_run=dry_run)
+        return SlurmLauncher(hosts.slurm or Slurm(), path, dry_run=options.dry_run)
     if not hosts.host:
         raise ConfigError(
             f"{path} has no [[host]] for --launcher ssh; add the machines, or leave "
             "out --launcher to use [slurm]"
         )
-    return SshLauncher(hosts, path, partial, dry_run)
+    return SshLauncher(hosts, path, options.partial, options.dry_run)
 
 
 @dataclass
 class SshLauncher:
-    """Starts and controls the workers on the hosts of a hosts file, in phases on all hosts."""
+    """Starts and controls the workers on the hosts of a hosts file, in phases on all hosts.
+
+    Every method may raise ConfigError. Without names, workers are all of them.
+    """
 
     hosts: Hosts
     hosts_file: Path = HOSTS_FILE
@@ -120,16 +88,20 @@ class SshLauncher:
     failed: dict[str, str] = field(default_factory=dict[str, str])  # problem by host name
 
     def rows(self) -> list[Row]:
+        """The status of every worker."""
         return lan_monitor.query_all(self.hosts)
 
     def exit_code(self) -> int:
+        """The exit code of the trainer; 1 if it still runs or cannot be reached."""
         return lan_monitor.trainer_exit_code(self.hosts)
 
     def follow_logs(self, names: Sequence[str], *, lines: int) -> bool:
+        """Print the logs of these workers; False after Ctrl-C."""
         selected = select_workers(self.hosts, names)
         return lan_monitor.follow_logs(selected, self.hosts_file, lines=lines)
 
     def control(self, command: str, names: Sequence[str]) -> int:
+        """Restart, stop, enable or disable these workers; returns an exit code."""
         verb = "stop" if command == "down" else command
 
         def send(step: ssh.Command) -> str | None:
@@ -152,10 +124,12 @@ class SshLauncher:
     # Starting.
 
     def sync(self, config: Config) -> int:
+        """Only copy and install; returns an exit code."""
         is_installed = self._copy_and_install("sync", config)
         return int(not is_installed or bool(self.failed))
 
     def up(self, config: Config) -> int:
+        """Start the workers, except those that run already; returns an exit code."""
         if not self._copy_and_install("up", config):
             return 1
         if config.keys_folder and not self.dry_run:
@@ -174,9 +148,8 @@ class SshLauncher:
         self._run_steps("start", supervisor("start"), self.hosts.host)
         if not self.failed or (self.partial and self.hosts.trainer.name not in self.failed):
             return 0
-        running = ", ".join(lan_monitor.running_workers(self.hosts)) or "no worker"
         sys.stderr.write(
-            f"{', '.join(self.failed)} did not start completely; running now: {running}; "
+            f"{', '.join(self.failed)} did not start completely; bin/lan status shows what runs, "
             f"bin/lan down --hosts {self.hosts_file} stops all\n"
         )
         return 1
@@ -299,19 +272,13 @@ def check_addresses(hosts: Hosts, config: Config) -> None:
 
 
 def check_memory(hosts: Hosts, config: Config) -> None:
-    """Raise ConfigError if the workers of one device are given more than its memory."""
-    by_device = defaultdict[tuple[str, str, str], list[Host]](list)
+    """Raise ConfigError if the workers of a host are given more than its memory."""
     for host in hosts.host:
-        visible = host.env.get("CUDA_VISIBLE_DEVICES", "")
-        device = host.device or config.model.device
-        device = "auto" if device in FIRST_GPU else device
-        by_device[host.ssh or "", device, visible].append(host)
-    for together in by_device.values():
         check_memory_fractions(
             config,
-            has_trainer=hosts.trainer in together,
-            num_generators=sum(host.num_generators for host in together),
-            machine=f"host {' and '.join(host.name for host in together)}",
+            has_trainer=host is hosts.trainer,
+            num_generators=host.num_generators,
+            machine=f"host {host.name}",
         )
 
 
@@ -320,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in LAN_COMMANDS:
         command = commands.add_parser(name, allow_abbrev=False)
+        command.set_defaults(names=[], dry_run=False, partial=False)
         command.add_argument("--hosts", type=Path, metavar="FILE", help=f"default: {HOSTS_FILE}")
         command.add_argument(
             "--launcher",
@@ -337,6 +305,4 @@ def _parser() -> argparse.ArgumentParser:
             )
         elif name not in ("status", "down"):
             command.add_argument("names", nargs="*", metavar="NAME", help="a host or a worker")
-        else:
-            command.set_defaults(names=[])
     return parser

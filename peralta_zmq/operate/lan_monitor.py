@@ -20,15 +20,11 @@ from peralta_zmq.errors import printable, program_name
 from peralta_zmq.observe.run_state import format_duration
 from peralta_zmq.operate import host_setup, ssh
 
-# unknown: the query failed. From "unshared" on: only of jobs of a Slurm cluster.
+# States of workers that have failed, or whose state cannot be queried (unknown).
 FAILED_STATES = (
     *("gave up", "failed", "crashed", "unknown"),
     *("unshared", "node failed", "no memory"),
 )
-# replaying, evaluating: only of a trainer
-RUNNING_STATES = ("running", "waiting", "replaying", "evaluating")
-DEFAULT_LINES = 20  # earlier lines of each log that `bin/lan logs` prints
-RECONNECT_SECONDS = 5.0
 # Status of one worker: the JSON object of `supervisor.print_status` plus the host's name. The keys
 # are name, host, state, since, restarts, code (exit code) and tail (last lines of the log).
 Row: TypeAlias = dict[str, object]
@@ -41,11 +37,6 @@ def print_status(rows: Sequence[Row]) -> int:
     sys.stdout.write(_line("worker", "host", "state", "since", "restarts", "last line"))
     sys.stdout.writelines(map(_status_text, rows))
     return int(any(row["state"] in FAILED_STATES for row in rows))
-
-
-def running_workers(hosts: Hosts) -> list[str]:
-    """Names of the running workers on the hosts that can be reached."""
-    return [str(row["name"]) for row in query_all(hosts) if row["state"] in RUNNING_STATES]
 
 
 def trainer_exit_code(hosts: Hosts) -> int:
@@ -134,12 +125,18 @@ class LogReader:
     """
 
     def __init__(
-        self, host: Host, names: Sequence[str], lines: int, stopped: threading.Event
+        self,
+        host: Host,
+        names: Sequence[str],
+        lines: int,
+        stopped: threading.Event,
+        reconnect_seconds: float = 5.0,
     ) -> None:
         self._host = host
         self._names = names
         self._stopped = stopped
         self._num_earlier_lines = lines
+        self._reconnect_seconds = reconnect_seconds
         self._process: subprocess.Popen[str] | None = None
 
     def run(self) -> None:
@@ -147,9 +144,9 @@ class LogReader:
         while self._read() == ssh.SSH_FAILED and self._host.ssh:
             self.print_line(
                 f"{self._host.name}: connection lost, its workers continue; "
-                f"reconnecting in {RECONNECT_SECONDS:.0f} s"
+                f"reconnecting in {self._reconnect_seconds:.0f} s"
             )
-            if self._stopped.wait(RECONNECT_SECONDS):
+            if self._stopped.wait(self._reconnect_seconds):
                 return
             # Print no earlier lines again; lines written while disconnected are never printed.
             self._num_earlier_lines = 0

@@ -155,14 +155,14 @@ def test_different_weights_folder(tmp_path: Path) -> None:
     assert failed.stderr.endswith(NOTHING) and started(tmp_path) == []
 
 
-def test_failed_start_reports_running_workers(tmp_path: Path) -> None:
+def test_failed_start_leaves_the_other_workers_running(tmp_path: Path) -> None:
     (tmp_path / "beta/.lan/beta-0.json").mkdir()  # where its job is written
     failed = up(tmp_path, {}, "--train.max-steps", "5000")
     try:
         assert failed.returncode == 1 and "beta: start: " in failed.stderr
         assert "nothing was started" not in failed.stderr
         assert failed.stderr.endswith(
-            "beta did not start completely; running now: alpha-trainer, alpha-0; "
+            "beta did not start completely; bin/lan status shows what runs, "
             f"bin/lan down --hosts {tmp_path}/hosts.toml stops all\n"
         )
     finally:

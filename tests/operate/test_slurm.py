@@ -299,8 +299,6 @@ def test_launcher_follows_the_tables_of_the_hosts_file(
         lan.main(["status", "--hosts", str(path)])
     with pytest.raises(ConfigError, match=r"has no \[\[host\]\] for --launcher ssh; add the mach"):
         lan.main(["status", "--hosts", str(path), "--launcher", "ssh"])
-    with pytest.raises(ConfigError, match="--partial is for hosts with ssh; leave it out"):
-        lan.main(["up", "--hosts", str(path), "--partial"])
     path.write_text(HOSTS + '[[host]]\nname = "a"\nrole = "trainer"\ncount = 1\n')
     with pytest.raises(ConfigError, match="no jobs were submitted"):
         lan.main(["down", "--hosts", str(path), "--launcher", "slurm"])
