@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 from pydantic_core import ErrorDetails
 
+from peralta_zmq.config import named_losses
 from peralta_zmq.config.foreign_names import (
     removed_hint,
     shorten,
@@ -42,10 +43,9 @@ The same file configures the trainer and every generator. The sections are:
 MORE_HELP = {
     "{program} --help train": "all settings of a section, here of [train]",
     "{program} --help tokens": "the settings with a word in their name or description",
-    "{trainer} --help loss": "also the losses and their formulas",
+    "{program} --help loss": "the losses and their formulas",
     "{program} --version": "the version of the package",
 }
-FLAG_WIDTH = 43  # columns before the description of a setting in --help
 BOOLS = ("true", "True", "1", "false", "False", "0")  # words that may follow a switch as its value
 
 
@@ -174,7 +174,8 @@ def help_text(program: str, commands: Sequence[str] = (), *, topic: str = "") ->
             for name, leaf, field in settings
             if name == topic
         ]
-        return f"{introduction}\n{''.join(found)}"
+        losses = f"\n{named_losses.help_text()}" if topic == "loss" else ""
+        return f"{introduction}\n{''.join(found)}{losses}"
     options = [(f"{name}.{leaf}", field) for name, leaf, field in settings if name != "env"]
     found = [
         _setting_help(f"--{name}", field)
@@ -200,8 +201,7 @@ def _overview(program: str, commands: Sequence[str], sections: Mapping[str, type
         lines.append(f"  {name:<12}{first_sentence.rstrip('.')}\n")
     lines.append("\n")
     for command, text in MORE_HELP.items():
-        command = command.format(program=program, trainer=program_name("trainer"))
-        lines.append(f"{command:<32}{text}\n")
+        lines.append(f"{command.format(program=program):<32}{text}\n")
     return "".join(lines)
 
 
@@ -216,9 +216,9 @@ def _setting_help(name: str, field: FieldInfo) -> str:
     description = field.description or ""
     if get_origin(field.annotation) is Literal:
         description += f" ({', '.join(map(str, get_args(field.annotation)))})"
-    indent = f"\n{'':<{FLAG_WIDTH}}"
-    first = f"{flag:<{FLAG_WIDTH}}" if len(flag) < FLAG_WIDTH else flag + indent
-    lines = textwrap.wrap(description, width - FLAG_WIDTH, break_on_hyphens=False)
+    indent = f"\n{'':<43}"
+    first = f"{flag:<43}" if len(flag) < 43 else flag + indent
+    lines = textwrap.wrap(description, width - len(indent), break_on_hyphens=False)
     return f"{first}{indent.join(lines)}\n"
 
 

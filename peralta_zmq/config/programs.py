@@ -18,15 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from peralta_zmq import errors
-from peralta_zmq.config import named_losses
-from peralta_zmq.config.load import FILE_SIGN, help_text, load_config
+from peralta_zmq.config.load import FILE_SIGN, load_config
 from peralta_zmq.config.schema import Config
 from peralta_zmq.errors import EXIT_ERROR, ConfigError, PeraltaError, printable, program_name
 
-# Limits on the number of open files, tried in turn; macOS permits 10,240. Every connection to a
-# port of the process is an open file.
-OPEN_FILES = (65_536, 10_240)
-INTERRUPTED = 130  # exit code that a shell reports for SIGINT
 NO_READER = 141  # exit code that a shell reports for SIGPIPE
 CHECKOUT_BIN = Path(__file__).resolve().parents[2] / "bin"
 # First arguments of peralta-lan that refer to the machines of a hosts file.
@@ -50,14 +45,7 @@ def trainer() -> int:
     """peralta-trainer: collect groups, train the model on them, publish its weights."""
     _end_process_on_interrupt()
     raise_open_files_limit()  # generators and other clients may open thousands of connections
-    program = program_name("trainer")
-    if sys.argv[1:] == ["--help", "loss"]:
-
-        def write_losses(_: object) -> None:
-            sys.stdout.write(f"{help_text(program, topic='loss')}\n{named_losses.help_text()}")
-
-        return run_plain_program(write_losses, program)
-    return run_program("peralta_zmq.trainer.trainer:run", program)
+    return run_program("peralta_zmq.trainer.trainer:run", program_name("trainer"))
 
 
 def generator() -> int:
@@ -114,7 +102,7 @@ def doctor() -> int:
 
 
 def evaluate_options(arguments: Sequence[str]) -> tuple[str, int | None, list[str]]:
-    """Return run folder or model, the step, and the other arguments, which are settings."""
+    """Run folder or model, the step, and the other arguments, which are settings."""
     program = program_name("evaluate")
     parser = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     parser.add_argument("--step", type=int)
@@ -130,7 +118,7 @@ def evaluate_options(arguments: Sequence[str]) -> tuple[str, int | None, list[st
 
 
 def replay_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of peralta-replay, and the other arguments, which are settings."""
+    """The options of peralta-replay, and the other arguments, which are settings."""
     program = program_name("replay")
     usage = REPLAY_USAGE.format(program=program)
     parser = argparse.ArgumentParser(program, usage=usage, allow_abbrev=False)
@@ -146,19 +134,19 @@ def replay_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
 
 
 def program_command(name: str) -> list[str]:
-    """Return the command that starts program `name` with this Python.
-
-    It runs bin/NAME in a checkout, otherwise the installed console script.
-    """
+    """The command of bin/NAME in a checkout, otherwise of the installed console script."""
     if (file := CHECKOUT_BIN / name).exists():
         return [sys.executable, str(file)]
     return [str(Path(sys.executable).with_name(f"peralta-{name}"))]
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit of open files (often 1,024) towards the hard limit."""
+    """Raise the soft limit of open files (often 1,024) towards the hard limit.
+
+    Every connection to a port of the process is an open file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in OPEN_FILES:
+    for wanted in (65_536, 10_240):  # macOS permits 10,240
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         if soft == resource.RLIM_INFINITY or limit <= soft:
             return
@@ -172,8 +160,7 @@ def run_program(
     """Load the settings, call `main` with them, and return the exit code.
 
     `main` may be a name (module:function), which is imported after the settings are checked. If
-    `commands` is not empty, the first argument must be one of them. A PeraltaError is printed in
-    one line, and the exit code is 2.
+    `commands` is not empty, the first argument must be one of them.
     """
 
     def start(arguments: Sequence[str]) -> int | None:
@@ -186,7 +173,10 @@ def run_program(
 
 
 def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
-    """Run a `main` that parses the command line itself, and return the exit code."""
+    """Run a `main` that parses the command line itself, and return the exit code.
+
+    A PeraltaError is printed in one line, and the exit code is 2.
+    """
     errors.prepare_streams()
     stderr = _PrintableStderr()
     log_format = f"%(asctime)s {program} %(message)s"
@@ -201,13 +191,12 @@ def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program
     except BrokenPipeError:  # the reader of the output has ended, as after `| head`
         return NO_READER
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 130  # as a shell reports SIGINT
     finally:
         errors.discard_unwritten_output()
 
 
 def package_version() -> str:
-    """Version of the installed package."""
     from importlib import metadata  # takes 20 ms
 
     try:
@@ -233,7 +222,7 @@ class _PrintableStderr:
 
 
 def _imported(main: Callable[..., int | None] | str) -> Callable[..., int | None]:
-    """Return the function `main`; import it if `main` is a name.
+    """The function `main`, imported if it is a name.
 
     The garbage collector is off during the import and ignores the imported objects afterwards.
     Torch creates many objects, and each collection would scan all of them at the start.
@@ -259,11 +248,7 @@ def _end_process_on_interrupt() -> None:
 def _without_command(
     program: str, arguments: Sequence[str], commands: Sequence[str]
 ) -> Sequence[str]:
-    """Return the arguments after the command.
-
-    Raises ConfigError if the command is missing or not one of `commands`; with --help it is
-    optional. An empty `commands` means that the program has no commands.
-    """
+    """The arguments after the command, which is one of `commands`, and optional with --help."""
     if not commands or {"-h", "--help"} & set(arguments):
         return arguments[1:] if arguments and arguments[0] in commands else arguments
     if not arguments or arguments[0] not in commands:

@@ -27,8 +27,6 @@ from peralta_zmq.config.sections import (
     Text,
 )
 
-MAX_HEADER_BYTES = 1 << 16
-
 
 class RewardSettings(Section):
     """The reward functions of an environment."""
@@ -167,7 +165,7 @@ def _is_for_calculator(path: Path) -> bool:
     """Whether the first line of a file has the calculator's column for answers."""
     try:
         with path.open("rb") as file:
-            return b"python_expression" in file.readline(MAX_HEADER_BYTES)
+            return b"python_expression" in file.readline(1 << 16)
     except (OSError, ValueError):
         return False  # reading the rows reports it
 

@@ -33,11 +33,9 @@ EXCLUDED = (
 KEYS = FOLDER / "keys"  # relative to the project folder
 TOKEN = FOLDER / "weights-token"  # relative to the project folder
 PYTHON = ".venv/bin/python"
-OLDEST_PYTHON = (3, 10)
 # Seconds for --wait of bin/doctor: how long the trainer's doctor answers the doctors of generators,
 # and how long a generator's doctor tries to connect.
 DOCTOR_WAIT = {"trainer": "900", "generator": "20"}
-DOCTOR_SECONDS = 1800.0  # time limit of bin/doctor
 
 # Shell script that prints facts about a host as NAME=VALUE. p is the project folder or its nearest
 # existing parent; ours: bin/lan made the folder; full: it has files; ready: make setup succeeded.
@@ -199,7 +197,7 @@ def doctor(host: Host, config: Config) -> Command:
     # `|| exit`: if cd fails, sh must not wait for more lines.
     start = in_project(host, f"exec {shlex.join(words)} || exit")
     script = "".join(f"{line}\n" for line in [*exports, start])
-    return on_host(host, "sh -s", script, seconds=DOCTOR_SECONDS, find_problem=_doctor_problem)
+    return on_host(host, "sh -s", script, seconds=1800.0, find_problem=_doctor_problem)
 
 
 def supervisor_steps(host: Host, command: str, config: Config) -> list[Command]:
@@ -248,7 +246,7 @@ def _probe_problem(host: Host, result: Result) -> str | None:
         )
     version = facts["python"]  # or the error of a command that does not run
     is_version = re.fullmatch(r"\d+\.\d+\.\d+", version) is not None
-    if not is_version or tuple(map(int, version.split("."))) < OLDEST_PYTHON:
+    if not is_version or tuple(map(int, version.split("."))) < (3, 10):
         return (
             f"{host.python} does not run Python 3.10 or later ({version}); "
             "set python = to a newer Python, or install one"

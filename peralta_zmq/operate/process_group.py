@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,6 @@ from peralta_zmq.errors import EXIT_ERROR, printable, program_name
 from peralta_zmq.observe.metrics import EVENTS, JsonLines
 from peralta_zmq.operate.worker_logs import NUM_LOG_LINES, tail_of, write_output
 
-MAX_CRASHES = 5  # within RestartPolicy.calm_seconds, after which a worker has failed
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 HINTS = {  # by the cause of a crash
     "killed by SIGKILL": (
@@ -58,11 +56,12 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When workers are started again, in seconds."""
+    """When workers are started again; times in seconds."""
 
     first_delay: float = 0.5  # before a restart; doubled with each crash
     longest_delay: float = 10.0
     calm_seconds: float = 60.0  # a worker that ran longer starts again after `first_delay`
+    max_crashes: int = 5  # within `calm_seconds`, after which a worker has failed
     retry_seconds: float = 60.0  # before a failed worker is started again
     grace_seconds: float = 5.0  # from SIGTERM to SIGKILL
     poll_seconds: float = 0.2  # longest wait for a signal, and between two calls of `on_tick`
@@ -216,7 +215,7 @@ class ProcessGroup:
             return self._fail(process, f"{worker.name} ended with an error ({reason})", code)
         if process.schedule_restart():
             return None
-        within = f"{MAX_CRASHES} times in {self._policy.calm_seconds:.0f} s"
+        within = f"{self._policy.max_crashes} times in {self._policy.calm_seconds:.0f} s"
         return self._fail(process, f"{worker.name} crashed {within}, last: {reason}", 1)
 
     def _fail(self, process: ManagedProcess, failure: str, code: int) -> int | None:
@@ -258,14 +257,14 @@ class ManagedProcess:
     record: Record
     policy: RestartPolicy
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0  # time of the last start; monotonic seconds, like `start_at` and `crashes`
+    started: float = 0.0  # time of the last start, in monotonic seconds like all times here
     start_at: float | None = 0.0  # time of the next start; None = no start is due
     delay: float = 0.0  # seconds from the last crash to the restart
     reason: str = ""  # cause of the last crash, such as "exit code 1"; empty = not a restart
     was_killed: bool = False  # True after `kill`, which does not count as a crash
     is_stopped: bool = False  # True from `stop` until `resume`
     failure: str = ""  # text of the last failure; empty = none
-    crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_CRASHES))
+    crashes: list[float] = field(default_factory=list[float])  # the newest ones
 
     @property
     def is_running(self) -> bool:
@@ -320,8 +319,9 @@ class ManagedProcess:
         self.schedule_start(delay)
         if self.was_killed:
             return True
-        self.crashes.append(now)
-        return len(self.crashes) < MAX_CRASHES or now - self.crashes[0] > self.policy.calm_seconds
+        recent = [crash for crash in self.crashes if now - crash <= self.policy.calm_seconds]
+        self.crashes = [*recent, now]
+        return len(self.crashes) < self.policy.max_crashes
 
     def send_signal(self, number: int) -> bool:
         """Send a signal to the process, not to its children; False if it is not running."""

@@ -25,13 +25,9 @@ SSH = (
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),  # a dead link ends ssh in 20 s
     *("-o", "RemoteCommand=none"),  # one in ~/.ssh/config would refuse ours
 )
-# Exit codes: ssh could not connect; time limit (as of `timeout`); missing program (as of a shell).
-SSH_FAILED = 255
-TIMED_OUT = 124
-NOT_FOUND = 127
-SHORT_SECONDS = 60.0  # time limit of commands
+SSH_FAILED = 255  # exit code of ssh that could not connect
+NOT_FOUND = 127  # exit code of a shell for a missing program
 LONG_SECONDS = 3600.0  # time limit of copies and of the installation
-SHOWN_LINES = 12  # longest standard input that a dry run prints in full
 
 Result: TypeAlias = subprocess.CompletedProcess[str]
 FindProblem: TypeAlias = Callable[[Result], "str | None"]  # result -> "problem; remedy" or None
@@ -56,7 +52,7 @@ class Command:
 
     words: tuple[str, ...]
     stdin: str = ""
-    seconds: float = SHORT_SECONDS  # time limit
+    seconds: float = 60.0  # time limit
     find_problem: FindProblem = failure
 
     @property
@@ -65,7 +61,7 @@ class Command:
         if not self.stdin:
             return text
         lines = self.stdin.splitlines()
-        if len(lines) > SHOWN_LINES:
+        if len(lines) > 12:
             return f"{text} < ({len(lines)} lines: {lines[0]} ...)"
         return "\n".join([f"{text} <<'END'", *lines, "END"])
 
@@ -75,7 +71,7 @@ def on_host(
     script: str,
     stdin: str = "",
     *,
-    seconds: float = SHORT_SECONDS,
+    seconds: float = 60.0,
     remedy: str = "",
     find_problem: FindProblem | None = None,
 ) -> Command:
@@ -143,7 +139,7 @@ def run(command: Command) -> Result:
 
 
 def _timed_out(words: Any, seconds: float) -> Result:
-    return Result(words, TIMED_OUT, "", f"no end after {seconds:.0f} s")
+    return Result(words, 124, "", f"no end after {seconds:.0f} s")
 
 
 @contextmanager
@@ -202,7 +198,7 @@ class BackgroundCommand:
     lines: list[str] = field(default_factory=list[str])  # output up to the ready line
     is_ready: bool = False  # stays False if the command ends before its ready line
 
-    def end(self, seconds: float = SHORT_SECONDS) -> Result:
+    def end(self, seconds: float = 60.0) -> Result:
         """Close the command's standard input and wait up to `seconds` for its result."""
         try:
             out, err = self.process.communicate(timeout=seconds)

@@ -50,8 +50,6 @@ from peralta_zmq.operate.worker_logs import (
 
 FOLDER = Path(".lan")
 COPY_MARKER = FOLDER / "copying"  # exists while the code is being copied
-STOP_SECONDS = 60.0  # for a trainer to finish its step and save, after SIGTERM
-RESTART_SECONDS = 10.0  # for `restart` or systemd to start an ended supervisor again
 # In the last log line of a generator that waits for the trainer.
 WAITING_TEXTS = ("waiting for trainer", "waiting for a trainer", "no announcement from the trainer")
 
@@ -236,14 +234,14 @@ def run(job: Job, **options: Any) -> int:
     return code
 
 
-def stop(name: str) -> int:
-    """Send SIGTERM to a supervisor, again after STOP_SECONDS, then SIGKILL; 1 if it still runs."""
+def stop(name: str, *, save_seconds: float = 60.0) -> int:
+    """Send SIGTERM to a supervisor, again after `save_seconds`, then SIGKILL; 1 if all fail."""
     pid = supervisor_pid(name)
     if pid is None:
         sys.stdout.write(f"{name}: not running\n")
         return 0
     for number, seconds in (
-        (signal.SIGTERM, STOP_SECONDS),
+        (signal.SIGTERM, save_seconds),  # a trainer finishes its step and saves
         (signal.SIGTERM, 10.0),  # after two SIGTERM a supervisor kills its worker
         (signal.SIGKILL, 10.0),
     ):
@@ -270,10 +268,11 @@ def print_status(names: Sequence[str]) -> None:
         sys.stdout.write(f"{json.dumps(row)}\n")
 
 
-def follow(names: Sequence[str], *, lines: int) -> None:
+def follow(names: Sequence[str], *, lines: int, restart_seconds: float = 10.0) -> None:
     """Print the last `lines` lines of each log, then all new lines.
 
     Ends when no worker runs, or when standard input is closed, which a lost ssh connection does.
+    `restart` or systemd may start an ended supervisor again within `restart_seconds`.
     """
     printer = LogPrinter({name: _file(name, "log") for name in names}, lines=lines)
     last_alive = float("-inf")  # monotonic seconds
@@ -282,21 +281,20 @@ def follow(names: Sequence[str], *, lines: int) -> None:
         has_printed = printer.print_new()
         if is_alive:
             last_alive = time.monotonic()
-        elif not has_printed and time.monotonic() - last_alive > _restart_grace(names):
-            return
+        elif not has_printed:
+            # 1 s: for `stop` to write State.stopped.
+            grace = 1.0 if all(map(_has_finished, names)) else restart_seconds
+            if time.monotonic() - last_alive > grace:
+                return
         ready, _, _ = select.select([sys.stdin], [], [], 0.2)
         if ready and not os.read(sys.stdin.fileno(), 1024):  # the ssh connection is gone
             return
 
 
-def _restart_grace(names: Sequence[str]) -> float:
-    """Seconds without a running worker after which `follow` ends.
-
-    A stopped worker may be one that `restart` starts again; systemd may start a killed supervisor.
-    """
-    states = map(_state_of, names)
-    have_ended = all(state.code is not None and not state.stopped for state in states)
-    return 1.0 if have_ended else RESTART_SECONDS  # 1 s: for `stop` to write State.stopped
+def _has_finished(name: str) -> bool:
+    """Whether a worker has ended by itself, so that nothing starts it again."""
+    state = _state_of(name)
+    return state.code is not None and not state.stopped
 
 
 def supervisor_pid(name: str) -> int | None:
@@ -338,11 +336,7 @@ def _lock(name: str) -> None:
 
 def _start_detached(name: str) -> None:
     words = [sys.executable, "-m", "peralta_zmq.operate.supervisor", "run", name]
-    log = _file(name, "log")
-    log.touch()
-    if service_units.systemd_is_usable() and service_units.start_in_systemd(name, words, log):
-        return
-    with log.open("ab") as output:
+    with _file(name, "log").open("ab") as output:
         subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )

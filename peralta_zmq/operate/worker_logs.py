@@ -14,7 +14,6 @@ from peralta_zmq.errors import printable
 
 NUM_LOG_LINES = 20  # last lines of a log that are printed after a failure
 MAX_LOG_BYTES = 8 << 20  # longer logs are rotated
-MAX_TAIL = 64 << 10  # bytes of the end of a log that are read for the status
 
 
 class LogPrinter:
@@ -45,7 +44,7 @@ def tail_of(log: Path) -> list[str]:
         with suppress(OSError):  # missing, or on a disk that is gone
             if len(lines) <= NUM_LOG_LINES:
                 with file.open("rb") as opened:
-                    opened.seek(max(0, file.stat().st_size - MAX_TAIL))
+                    opened.seek(max(0, file.stat().st_size - (64 << 10)))
                     lines = opened.read().decode("utf-8", "replace").splitlines() + lines
     return lines[-NUM_LOG_LINES - 1 :]
 

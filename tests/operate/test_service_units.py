@@ -1,8 +1,7 @@
-"""Unit files for systemd and launchd, and transient systemd services."""
+"""Unit files for systemd and launchd."""
 
 from __future__ import annotations
 
-import os
 import plistlib
 import shutil
 import subprocess
@@ -13,19 +12,9 @@ from pathlib import Path
 import pytest
 
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.operate import service_units, supervisor
+from peralta_zmq.operate import service_units
 
-ROOT = Path(__file__).parents[2]
 LABEL = "peralta-project-pc-0"
-START_WITH_LINGER = """
-import sys
-from pathlib import Path
-from peralta_zmq.operate import service_units, supervisor
-service_units.LINGER_FOLDER = Path.cwd()  # holds a file named after the user
-assert service_units.systemd_is_usable()
-words = (sys.executable, "-c", "import signal; signal.pause()")
-sys.exit(supervisor.start([supervisor.Job("pc-0", words, {})]))
-"""
 
 
 class Machine:
@@ -40,7 +29,7 @@ class Machine:
 
     def set_exit_code(self, code: int) -> None:
         """Exit code of the stand-ins from now on."""
-        for name in ("systemctl", "launchctl", "systemd-run"):
+        for name in ("systemctl", "launchctl"):
             path = self._programs / name
             path.write_text(
                 f"#!/bin/sh\necho {name} $* >> {self._log}\necho no bus >&2\nexit {code}\n"
@@ -129,40 +118,3 @@ def test_rejected_unit_is_removed_and_the_reason_reported(machine: Machine) -> N
         "does systemd (macOS: launchd) run for this user?"
     )
     assert files(machine.home) == []
-
-
-# Transient services.
-
-
-def test_systemd_run_gets_only_the_variables_that_are_set(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert service_units.start_in_systemd("pc-0", ["python", "x"], Path("log"))
-    monkeypatch.setenv("PYTHONPATH", "/my/path")
-    assert service_units.start_in_systemd("pc-0", ["python", "x"], Path("log"))
-    without, with_variable = machine.commands
-    assert without.startswith(f"systemd-run --user --quiet --collect --unit={LABEL} ")
-    assert without.endswith(f"--setenv=PATH={machine.path} python x")
-    assert "PYTHONPATH" not in without and " --setenv=PYTHONPATH=/my/path python x" in with_variable
-
-
-def test_worker_starts_in_its_own_session_if_systemd_run_fails(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (machine.project / "me").touch()
-    monkeypatch.setenv("USER", "me")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    systemd_run = Path(str(shutil.which("systemd-run")))
-    systemd_run.write_text("#!/bin/sh\necho No medium found >&2\nexit 1\n")
-    try:
-        words = [sys.executable, "-c", START_WITH_LINGER]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=40)
-        pid = supervisor.supervisor_pid("pc-0")
-        assert done.returncode == 0 and pid and os.getsid(pid) == pid, done.stderr
-        assert done.stdout == (
-            "pc-0: systemd-run failed (No medium found); started without it\n"
-            f"pc-0: started pid={pid}\n"
-        )
-    finally:
-        assert supervisor.stop("pc-0") == 0

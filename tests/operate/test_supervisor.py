@@ -200,7 +200,7 @@ def test_follow_continues_across_a_restart() -> None:
         time.sleep(0.4)  # the reader must see that no worker runs
         assert call("start", job("print('two')")).returncode == 0
         assert reader.stdout.readline() == b"pc-0 | two\n"
-        assert reader.wait(supervisor.RESTART_SECONDS / 2) == 0  # no grace for a worker that ended
+        assert reader.wait(5) == 0  # no grace for a worker that ended
 
 
 def test_worker_that_was_never_started_cannot_be_restarted() -> None:
