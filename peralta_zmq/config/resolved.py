@@ -52,24 +52,18 @@ FITTED = (
 
 
 def write_resolved(config: Config, folder: Path) -> None:
-    """Write all settings to folder/config.toml, atomically.
-
-    `load_config` can read the file. Raises OSError.
-    """
+    """Write all settings to folder/config.toml. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_files.replace_file(folder / RESOLVED, toml_text(config).encode())
 
 
 def load_resolved(program: str, folder: Path, settings: Sequence[str] = ()) -> Config:
-    """Load config.toml in a run folder, changed by the command-line options `settings`.
-
-    Raises ConfigError.
-    """
+    """Load config.toml in a run folder, changed by options. Raises ConfigError."""
     return load_config(program, ["@", str(folder / RESOLVED), *settings])
 
 
 def earlier_config(config: Config, folder: Path) -> Config:
-    """Return the settings of the last start of the run in `folder`; for a new run, `config`.
+    """The settings of the last start of the run in `folder`; for a new run, `config`.
 
     Raises ConfigError if `config` changes a setting that a resumed run may not change, or if
     config.toml is damaged; OSError if it cannot be read.
@@ -168,15 +162,12 @@ def _with_fitted(config: Config, earlier: Config) -> Config:
 
 
 def toml_text(config: Config) -> str:
-    """Return all settings as TOML, with "None" for None: TOML has no null."""
+    """All settings as TOML, with "None" for None: TOML has no null."""
     return tomli_w.dumps(_without_null(config.model_dump()))
 
 
 def _without_null(value: Any) -> Any:
-    """Replace None by "None" in nested tables and lists.
-
-    Leaves out every empty `env` (no [[env]], no [[eval.env]]).
-    """
+    """Replace None by "None" in nested tables and lists, and leave out an empty `env`."""
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
         return {k: _without_null(v) for k, v in table.items() if not (k == "env" and not v)}
@@ -186,10 +177,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _settings(config: Config) -> Iterator[tuple[str, object]]:
-    """Yield (section.leaf, value) of all settings.
-
-    Settings of [[env]] that a resumed run may change are replaced by None.
-    """
+    """Yield (section.leaf, value); None for what a resumed run may change of an [[env]]."""
     free = {"address": None, "rollouts_per_example": None, "eval_sampling": None}
     yield "env", tuple(env.model_copy(update=free) for env in config.env)
     for name, section in config:

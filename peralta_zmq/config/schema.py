@@ -61,7 +61,7 @@ class Config(Section):
 
     @property
     def run_folder(self) -> Path:
-        """Folder of this run, run.dir/run.name: checkpoints, journal, metrics and logs."""
+        """run.dir/run.name, with checkpoints, journal, metrics and logs."""
         return Path(self.run.dir).expanduser() / self.run.name
 
     @property
@@ -123,10 +123,8 @@ class Config(Section):
 
     @property
     def groups_per_step(self) -> int:
-        """Estimated number of groups (problems with all their completions) per training step.
-
-        Without curriculum.env_ratios, environments are sampled in proportion to their numbers of
-        problems, which the settings do not have: the estimate is for equal numbers.
+        """Estimated number of groups per training step; for equal numbers of problems in the
+        environments, unless curriculum.env_ratios is set.
         """
         sizes = self.group_sizes.values()
         ratios = self.curriculum.env_ratios or [1.0] * len(sizes)
@@ -151,7 +149,7 @@ class Config(Section):
 
 
 def section_models() -> dict[str, type[Section]]:
-    """Return section name -> pydantic model, without the array of tables [[env]]."""
+    """Section name -> pydantic model, without the array of tables [[env]]."""
     kinds = {name: field.annotation for name, field in Config.model_fields.items()}
     return {
         name: kind
@@ -161,7 +159,7 @@ def section_models() -> dict[str, type[Section]]:
 
 
 def known_fields() -> dict[str, dict[str, object]]:
-    """Return section name -> leaf name -> type of the setting."""
+    """Section name -> leaf name -> type of the setting."""
     return {
         name: {leaf: field.annotation for leaf, field in section.model_fields.items()}
         for name, section in section_models().items()
@@ -269,7 +267,6 @@ def _check_environments(config: Config) -> None:
             "[[env]] and the settings of [task] or [data] exclude each other; "
             "move the settings into an [[env]]"
         )
-    _check_args("data", config.data)
     _check_rewards("task", config.task)
     for option, environments in (("env", config.env), ("eval.env", config.eval.env)):
         for label, count in Counter(env.label for env in environments).items():
@@ -281,7 +278,6 @@ def _check_environments(config: Config) -> None:
         for env in environments:
             for address in env.address or ():
                 host_and_port(address, option=f"{option}.address")
-            _check_args(option, env)
             _check_rewards(option, env)
     if any(env.sampling is not None for env in config.eval.env):
         raise ConfigError(
@@ -291,15 +287,6 @@ def _check_environments(config: Config) -> None:
         if any(getattr(env, name) is not None for env in config.env):
             raise ConfigError(
                 f"env.{name} has no effect with [[eval.env]]; set eval.env.{name} instead"
-            )
-
-
-def _check_args(option: str, settings: training.DataSection) -> None:
-    """Check that `args` has no data setting; `option` is data, env or eval.env."""
-    for name in settings.args:
-        if name in training.DataSection.model_fields:
-            raise ConfigError(
-                f"{option}.args.{name} is a setting of its own; set {option}.{name} instead"
             )
 
 
@@ -318,17 +305,12 @@ def _check_curriculum(config: Config) -> None:
     """Check the ratios of environments and the order of difficulty thresholds."""
     curriculum = config.curriculum
     if (ratios := curriculum.env_ratios) is not None:
-        listed = ", ".join(f"{ratio:g}" for ratio in ratios)
         num_environments = len(config.environments)
-        if len(ratios) != num_environments:
+        are_valid = len(ratios) == num_environments and min(ratios) >= 0
+        if not (are_valid and 0 < math.fsum(ratios) < math.inf):
             raise ConfigError(
-                f"curriculum.env_ratios has {len(ratios)} numbers ({listed}) for "
-                f"{num_environments} environments; give one for each [[env]]"
-            )
-        if min(ratios) < 0 or not 0 < math.fsum(ratios) < math.inf:
-            raise ConfigError(
-                f"curriculum.env_ratios {listed} must be 0 or more and not all 0; "
-                "or leave it out to sample in proportion to the number of problems"
+                f"curriculum.env_ratios {', '.join(f'{ratio:g}' for ratio in ratios)} must be "
+                f"{num_environments} numbers, one for each [[env]], of 0 or more and not all 0"
             )
     easy = curriculum.easy_threshold
     hard = curriculum.hard_threshold

@@ -73,8 +73,8 @@ def probe(host: Host) -> list[Command]:
 def sync(host: Host, config: Config, hosts_file: Path) -> list[Command]:
     """Copy the code; the file COPY_MARKER exists while the copy is incomplete.
 
-    Files that no longer exist here are deleted on the host, but never runs or weights. Hosts files,
-    which may hold passwords, are not copied, and copies of them are deleted.
+    Files that no longer exist here are deleted on the host, but never runs or weights. Hosts files
+    may hold passwords: they are not copied, and copies of them are deleted.
     """
     if host.folder is None:
         return []
@@ -149,10 +149,7 @@ def send_settings(host: Host, config: Config) -> list[Command]:
 
 
 def settings_file(config: Config) -> Path:
-    """The settings file in the project folder of a host, with a hash of the settings as name.
-
-    So the jobs of other settings differ in their command.
-    """
+    """The settings file in the project folder of a host; other settings have another name."""
     digest = hashlib.sha256(toml_text(config).encode()).hexdigest()
     return FOLDER / f"config-{digest[:12]}.toml"
 
@@ -183,10 +180,7 @@ def key_files(host: Host, keys: Path) -> list[str]:
 
 
 def doctor(host: Host, config: Config) -> Command:
-    """Run bin/doctor with the settings of the host.
-
-    The trainer's doctor answers the doctors of generators until its standard input is closed.
-    """
+    """Run bin/doctor; the trainer's answers those of generators until its input is closed."""
     words = [PYTHON, "bin/doctor", "--json", "--role", host.role, "--wait", DOCTOR_WAIT[host.role]]
     words += settings_options(host, config)
     if host.role == "generator":

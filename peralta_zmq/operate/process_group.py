@@ -81,10 +81,9 @@ def supervise(
 ) -> int:
     """Run the workers until the leader finishes; returns the exit code of the group.
 
-    `has_trained` returns False before the first training step. The first SIGINT or SIGTERM is
-    passed to the leader only, the second one kills all workers. `record` gets the events restart,
-    killed and failed. With `stop_signal`, the leader gets that signal instead of the first one, and
-    later ones are ignored.
+    The first SIGINT or SIGTERM is passed to the leader only, the second one kills all workers. With
+    `stop_signal`, the leader gets that signal instead of the first one, and later ones are ignored.
+    `record` gets the events restart, killed and failed.
     """
     atexit.register(errors.discard_unwritten_output)
     group = ProcessGroup(workers, record, has_trained, stop_signal, policy)
@@ -149,11 +148,7 @@ class ProcessGroup:
         return None
 
     def interrupt(self, number: int) -> int | None:
-        """Handle a SIGINT or SIGTERM; returns the exit code if the group ends now.
-
-        The leader gets the first signal. The second one ends the group, and so does the first if
-        the leader is not running.
-        """
+        """Handle a SIGINT or SIGTERM; returns the exit code if the group ends now."""
         if self.is_interrupted and self._stop_signal:
             return None
         if self.is_interrupted or not self._leader.send_signal(self._stop_signal or number):
@@ -162,10 +157,7 @@ class ProcessGroup:
         return None
 
     def suspend(self) -> None:
-        """Stop all workers and this process after SIGTSTP (Ctrl-Z), until SIGCONT (`fg`).
-
-        The terminal does not stop the workers, because each has a session of its own.
-        """
+        """Stop all workers and this process after SIGTSTP (Ctrl-Z), until SIGCONT (`fg`)."""
         for process in self._processes.values():
             process.send_signal(signal.SIGSTOP)
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -288,10 +280,7 @@ class ManagedProcess:
         self.was_killed = False
 
     def poll(self) -> int | None:
-        """The exit code (negative for a signal), once after the process has ended.
-
-        Kills the guard and the children that an ended process has left.
-        """
+        """The exit code (negative for a signal), once after the process has ended."""
         code = self.process.poll() if self.process else None
         if code is not None:
             self.kill_and_wait()

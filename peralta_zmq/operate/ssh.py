@@ -77,8 +77,7 @@ def on_host(
 ) -> Command:
     """The command that runs one line of shell on a host, in the home folder over ssh.
 
-    A failed ssh connection is reported as the problem; any other result is passed to
-    `find_problem`, by default `failure` with `remedy`.
+    `find_problem` gets all results but failed connections; default: `failure` with `remedy`.
     """
     words = ("/bin/sh", "-c", script)
     if host.ssh:
@@ -115,7 +114,7 @@ def _copy_problem(result: Result) -> str | None:
 
 
 def package_hint(program: str) -> str:
-    """How to install rsync or make on Linux and macOS."""
+    """How to install rsync or make."""
     mac_command = "xcode-select --install" if program == "make" else f"brew install {program}"
     return f"apt install {program}, or {mac_command}"
 
@@ -148,8 +147,7 @@ def run_in_background(
 ) -> Generator[BackgroundCommand, None, None]:
     """Start a command and wait for an output line that begins with `ready_line`, or its end.
 
-    The command must end when its standard input is closed. It is killed at its time limit, or when
-    the `with` block is left.
+    It is killed at its time limit, or when the `with` block is left.
     """
     process = start(command, stderr=subprocess.PIPE)
     timer = threading.Timer(command.seconds, _kill, [process])

@@ -95,10 +95,9 @@ def name_of(state: State) -> str:
 
 
 class Supervisor:
-    """Keeps a worker running in this process, and its state in `file`.
+    """Keeps a worker running in this process, its state in `file`, and restarts in the run folder.
 
-    `log` is the file with the output of this process, which is rotated. Restarts are recorded in
-    the run folder `run`. Each of the three may be None.
+    `log` is the file with the output of this process, which is rotated.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ def check(jobs: Sequence[Job]) -> None:
 
 
 def start(jobs: Sequence[Job]) -> None:
-    """Start each worker detached, except those that are already running. Raises ConfigError."""
+    """Start each worker detached, except those that run already. Raises ConfigError."""
     check(jobs)
     FOLDER.mkdir(exist_ok=True)
     for job in jobs:
@@ -299,8 +298,7 @@ def _has_finished(name: str) -> bool:
 
 def supervisor_pid(name: str) -> int | None:
     """The process id of a worker's supervisor; None if no supervisor holds the lock."""
-    lock = _file(name, "lock")
-    # The file is empty between the lock and the writing of the process id.
+    lock = _file(name, "lock")  # it is empty until its owner has written the process id
     return int(lock.read_text() or 0) or None if is_held(lock) else None
 
 
@@ -365,10 +363,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def activity_of(run: Path | None, tail: Sequence[str]) -> str:
-    """What a running worker does: waiting, evaluating or replaying, else running.
-
-    A trainer is described by the events in its folder `run`, a generator (None) by its log.
-    """
+    """What a trainer does by the events in `run`, or a generator (None) by its log."""
     if run is None:
         is_waiting = bool(tail) and any(text in tail[-1] for text in WAITING_TEXTS)
         return "waiting" if is_waiting else "running"

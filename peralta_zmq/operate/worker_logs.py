@@ -17,7 +17,7 @@ MAX_LOG_BYTES = 8 << 20  # longer logs are rotated
 
 
 class LogPrinter:
-    """Prints the last `lines` lines of each log, then its new lines; a log may be missing."""
+    """Prints the last `lines` lines of each log that exists, then new lines of all logs."""
 
     def __init__(self, logs: Mapping[str, Path], *, lines: int) -> None:
         self._logs = logs
@@ -52,10 +52,9 @@ def tail_of(log: Path) -> list[str]:
 def rotate_log(log: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
     """Move the content of a log longer than `max_bytes` to NAME.log.1.
 
-    It is truncated in place because its writers keep it open in append mode; a line written between
-    the copy and the truncation is lost.
+    Its writers keep it open in append mode, so it is truncated in place; a line that is written
+    between the copy and the truncation is lost.
     """
-    # There is no log if a user started the supervisor in a terminal.
     if not log.exists() or log.stat().st_size <= max_bytes:
         return
     problem = ""
@@ -80,18 +79,10 @@ def tail_offset(log: Path, lines: int) -> int:
 def read_new_lines(log: Path, offset: int) -> tuple[list[str], int]:
     """The complete lines after a byte offset, and the offset after them.
 
-    If the log was rotated in between, lines of the rotated file come first.
+    After a rotation these are all lines: those written just before it were not read.
     """
-    if log.stat().st_size >= offset:
-        return _read_lines(log, offset)
-    rotated_lines, _ = _read_lines(_rotated(log), offset)
-    new_lines, offset = _read_lines(log, 0)
-    return rotated_lines + new_lines, offset
-
-
-def _read_lines(log: Path, offset: int) -> tuple[list[str], int]:
-    if not log.exists():
-        return [], offset
+    if log.stat().st_size < offset:
+        offset = 0
     with log.open("rb") as file:
         file.seek(offset)
         complete, newline, _ = file.read().rpartition(b"\n")

@@ -88,9 +88,9 @@ def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "argument", "line"),
     [
-        (TWO, "--curriculum.env-ratios=0,0", "env_ratios 0, 0 must be 0 or more and not all 0"),
-        (TWO, "--curriculum.env-ratios=2,-1", "env_ratios 2, -1 must be 0 or more"),
-        (TWO, "--curriculum.env-ratios=1", "env_ratios has 1 numbers (1) for 2 environments"),
+        (TWO, "--curriculum.env-ratios=0,0", "env_ratios 0, 0 must be 2 numbers, one for each"),
+        (TWO, "--curriculum.env-ratios=2,-1", "env_ratios 2, -1 must be 2 numbers"),
+        (TWO, "--curriculum.env-ratios=1", "env_ratios 1 must be 2 numbers"),
         (TWO, "--task.name=countdown", "[[env]] and the settings of [task] or [data] exclude"),
         (TWO, "--data.train=x.csv", "[[env]] and the settings of [task] or [data] exclude"),
         ('[[env]]\ntask="countdown"\n' * 2, "", "env.name 'countdown' is used by 2 environments"),

@@ -86,12 +86,8 @@ def test_calculator_file_has_the_original_settings() -> None:
     assert train.max_grad_norm == 0.5
     assert (config.loss.name, config.advantage.name) == ("reinforce", "group_mean")
     assert (config.data.train, config.data.eval) == ("math_1k", "math_250")
-
-
-def test_calculator_file_prompt_has_a_correct_example() -> None:
-    prompt = load("@", str(CONFIGS / "calculator.toml")).data.system_prompt or ""
-    assert prompt.splitlines()[-1] == "Python: (8 * 5 + 3) / 2"
-    assert prompt.startswith("Given a description of a math problem, output Python to compute it.")
+    example = str(config.data.system_prompt).splitlines()[-1]
+    assert example == "Python: (8 * 5 + 3) / 2"
 
 
 def test_lan_file_binds_all_interfaces_and_publishes_to_nas() -> None:
@@ -109,11 +105,8 @@ def test_option_without_value_is_refused() -> None:
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["stray"], "unexpected argument 'stray'; settings are written --section.name VALUE, config "
      "files @ FILE.toml"),
-    (["--train.max-steps=3", "stray"], "unexpected argument 'stray'; settings are written "),
     (["--security.insecure", "stray"], "unexpected argument 'stray'; settings are written "),
     (["@", "configs/demo.toml", "stray"], "unexpected argument 'stray'; settings are written "),
-    (["configs/demo.toml"],
-     "config file configs/demo.toml needs an @: bin/trainer @ configs/demo.toml"),
     (["--run.name", "x", "configs/demo.toml", "--run.seed", "1"],
      "config file configs/demo.toml needs an @: bin/trainer @ configs/demo.toml"),
 ])  # fmt: skip
@@ -149,7 +142,6 @@ def test_no_steps_name_the_program_that_only_evaluates() -> None:
 
 
 def test_value_for_a_section_is_refused(tmp_path: Path) -> None:
-    assert toml_refusal(tmp_path, 'loss = "grpo"').startswith("'loss' is a section, not a setting")
     message = toml_refusal(tmp_path, "log = 5")
     assert message == "'log' is a section, not a setting (log = 5); its settings: level"
 

@@ -102,13 +102,8 @@ def test_run_program_does_not_hide_bugs(monkeypatch: pytest.MonkeyPatch) -> None
         exit_code(monkeypatch, error=ZeroDivisionError())
 
 
-def test_help_lists_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        exit_code(monkeypatch, "local", "--help")
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
+def test_help_lists_commands() -> None:
+    printed = help_text("bin/x", ("local", "chaos"))
     assert printed.startswith("usage: bin/x {local,chaos} [@ FILE.toml ...]")
     assert "\n  bin/x local @ configs/demo.toml --train." in printed
 
@@ -174,12 +169,7 @@ def test_help_of_an_unknown_word_names_a_similar_one() -> None:
 
 
 def test_help_of_a_command_may_have_a_topic() -> None:
-    printed, ended = run_and_list_imports("lan", "local", "--help", "stop")
-    assert ended == "0 []" and "--sampling.stop" in printed
-
-
-def test_help_of_the_losses_has_the_settings_of_the_section() -> None:
-    printed, ended = run_and_list_imports("trainer", "--help", "loss")
+    printed, ended = run_and_list_imports("lan", "local", "--help", "loss")
     assert ended == "0 []"
     assert "--loss.epsilon-high " in printed and "objectives, per token:" in printed
 
@@ -213,16 +203,14 @@ def test_wrong_setting_exits_before_torch_is_imported(name: str) -> None:
     assert run_and_list_imports(name, "--train.batch-size=50")[1] == "2 []"
 
 
-@pytest.mark.parametrize("name", ["trainer", "generator", "lan"])
-def test_program_reexecutes_with_python_of_checkout(name: str, tmp_path: Path) -> None:
+def test_program_reexecutes_with_python_of_checkout(tmp_path: Path) -> None:
     """Started by a Python without the libraries (-S hides site-packages), from anywhere."""
     if not (REPO / ".venv" / "bin" / "python").exists():
         pytest.skip("no .venv in this checkout")
-    command = [sys.executable, "-S", str(REPO / "bin" / name), "--help"]
     plain = getattr(sys, "_base_executable", sys.executable)
-    command[0] = plain
+    command = [plain, "-S", str(REPO / "bin/trainer"), "--help"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert result.stdout.startswith(f"usage: bin/{name} ")
+    assert result.stdout.startswith("usage: bin/trainer ")
 
 
 @pytest.mark.parametrize("name", (*PROGRAMS, "bench"))
@@ -309,10 +297,5 @@ def test_raise_open_files_limit_raises_the_soft_limit(open_file_limits: tuple[in
     raise_open_files_limit()
     raised, hard = resource.getrlimit(FILES)
     assert hard == open_file_limits[1] and raised in {open_file_limits[1], 65_536, 10_240}
-
-
-def test_raise_open_files_limit_keeps_a_higher_limit(open_file_limits: tuple[int, int]) -> None:
     raise_open_files_limit()
-    high = resource.getrlimit(FILES)
-    raise_open_files_limit()
-    assert resource.getrlimit(FILES) == high
+    assert resource.getrlimit(FILES) == (raised, hard)  # a higher limit stays

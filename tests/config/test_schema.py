@@ -41,16 +41,10 @@ def test_value_out_of_bounds_is_refused(setting: str) -> None:
     assert refusal(f"--{setting}").startswith(name)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "below", "above"), [("50", 48, 56), ("55", 48, 56), ("5", 8, 16)]
-)
-def test_indivisible_batch_size_names_the_two_nearest(
-    batch_size: str, below: int, above: int
-) -> None:
-    assert refusal("--train.batch-size", batch_size) == (
-        f"train.batch_size {batch_size} is not a multiple of sampling.num_generations 8; "
-        f"use {below} or {above}"
-    )
+@pytest.mark.parametrize(("batch_size", "nearest"), [("55", "48 or 56"), ("5", "8 or 16")])
+def test_indivisible_batch_size_names_the_two_nearest(batch_size: str, nearest: str) -> None:
+    expected = f"{batch_size} is not a multiple of sampling.num_generations 8; use {nearest}"
+    assert refusal("--train.batch-size", batch_size) == f"train.batch_size {expected}"
 
 
 @pytest.mark.parametrize(("setting", "value", "needed"), [
@@ -83,8 +77,8 @@ def test_weights_interval_without_older_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ["run.name", "generator.name"])
-@pytest.mark.parametrize("name", ["a/b", "..", "", "-x", "a b", "a\x1b[2J", "a\n", "ü"])
-def test_name_with_other_characters_is_refused(key: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["a/b", "..", "", "-x", "a b", "a\x1b[2J", "a\n", "ü", "x" * 129])
+def test_name_with_other_characters_or_of_129_is_refused(key: str, name: str) -> None:
     message = refusal(f"--{key}={name}")
     assert message.startswith(f"{key} ") and message.isprintable()
 
@@ -97,19 +91,14 @@ def test_default_generator_name_has_only_allowed_characters(
     assert load("--generator.name", "ann").generator.full_name == "ann"
 
 
-@pytest.mark.parametrize("key", ["run.name", "generator.name"])
-def test_name_longer_than_128_letters_is_refused(key: str) -> None:
-    load(f"--{key}", "x" * 128)
-    expected = "is wrong: should have at most 128 characters"
-    assert refusal(f"--{key}", "x" * 129) == f"{key} = '{'x' * 55} ... {expected}"
-
-
 @pytest.mark.parametrize("bind", ["0.0.0.0", "*", "::", "10.0.0.7", "eth0", "trainer.local"])
 def test_public_bind_without_keys_is_refused(bind: str) -> None:
     with pytest.raises(ConfigError, match=r"bin/doctor keygen.*--security\.insecure"):
         load_config("trainer", ["--wire.bind", bind])
     load_config("trainer", ["--wire.bind", bind, "--security.keys", "keys"])
     load_config("trainer", ["--wire.bind", bind, "--security.insecure"])
+    for loopback in ("127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"):
+        assert load_config("trainer", ["--wire.bind", loopback]).keys_folder is None
 
 
 @pytest.mark.parametrize("setting", ["wire.host", "wire.bind", "verifier.host", "dashboard.host"])
@@ -152,8 +141,3 @@ def test_path_of_another_machine_or_of_a_shell_is_refused(setting: str, path: st
 ])  # fmt: skip
 def test_path_or_url_of_a_weight_store_is_kept(path: str) -> None:
     assert load("--weights.dir", path).weights.dir == path
-
-
-@pytest.mark.parametrize("bind", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
-def test_loopback_bind_needs_no_keys(bind: str) -> None:
-    assert load_config("trainer", ["--wire.bind", bind]).keys_folder is None

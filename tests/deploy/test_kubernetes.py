@@ -68,11 +68,14 @@ def containers(objects: Objects) -> Iterator[tuple[Any, Any]]:
             yield pod, container
 
 
+def schemas() -> Any:
+    reason = "needs kubernetes-validate: make test-kubernetes"
+    return pytest.importorskip("kubernetes_validate", reason=reason)
+
+
 @pytest.mark.parametrize("version", API_VERSIONS)
 def test_manifests_are_valid_for_the_api(version: str) -> None:
-    kubernetes = pytest.importorskip(
-        "kubernetes_validate", reason="needs kubernetes-validate: make test-kubernetes"
-    )
+    kubernetes = schemas()
     for each in in_files().values():
         kubernetes.validate(each, version, strict=True)
     misspelt = deepcopy(in_files()["Deployment", "generator"])
@@ -82,17 +85,11 @@ def test_manifests_are_valid_for_the_api(version: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_rendered_variant_is_valid_for_the_api(variant: str) -> None:
-    kubernetes = pytest.importorskip(
-        "kubernetes_validate", reason="needs kubernetes-validate: make test-kubernetes"
-    )
-    for each in rendered(variant).values():
-        kubernetes.validate(each, API_VERSIONS[-1], strict=True)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_rendered_variant_mounts_only_volumes_that_exist(variant: str) -> None:
+def test_rendered_variant_is_valid_and_mounts_only_volumes_that_exist(variant: str) -> None:
+    kubernetes = schemas()
     objects = rendered(variant)
+    for each in objects.values():
+        kubernetes.validate(each, API_VERSIONS[-1], strict=True)
     claims = {name for kind, name in objects if kind == "PersistentVolumeClaim"}
     templates = objects["StatefulSet", "trainer"]["spec"]["volumeClaimTemplates"]
     claims |= {each["metadata"]["name"] for each in templates}
@@ -174,15 +171,10 @@ def adapter_rule() -> Any:
     return rule
 
 
+# The last one: no step for ten minutes.
 @pytest.mark.parametrize(
     ("depth", "end_of_step", "expected"),
-    [
-        pytest.param("4", "0+30", 0.0, id="whole batch waiting"),
-        pytest.param("9", "0+30", 0.0, id="more than a batch waiting"),
-        pytest.param("1", "0+30", 0.75, id="a quarter waiting"),
-        pytest.param("4", "600+0", 1.0, id="no step for ten minutes"),
-        pytest.param("0", "600+0", 1.0, id="empty, and no step for ten minutes"),
-    ],
+    [("9", "0+30", 0.0), ("1", "0+30", 0.75), ("4", "600+0", 1.0)],
 )
 def test_autoscaler_metric_is_the_missing_share(
     tmp_path: Path, depth: str, end_of_step: str, expected: float

@@ -53,7 +53,6 @@ def test_local_workers_get_index_count_and_share_of_cores() -> None:
 
 
 def test_num_workers_of_the_user_lowers_the_share_of_cores() -> None:
-    write_programs(trainer="", generator="")
     for number, expected in ((8, "8"), (2, "3")):
         run = RunSection(name="test", num_local_generators=2, num_workers=number)
         for worker in local_workers(Config(run=run), []):

@@ -51,12 +51,6 @@ def test_target_of_ssh_may_be_ipv6_or_a_url(
     assert copy == ("rsync", "-a", "-e", shlex.join([*ssh.SSH, *options, "-T"]), "a", remote)
 
 
-def test_shell_that_prints_before_each_command_is_named() -> None:
-    (probe,) = host_setup.probe(PC)
-    problem = probe.find_problem(Result((), 0, "hello\npython=3.11.7\nrsync=\n", "")) or ""
-    assert problem.startswith("its shell prints 'hello' before each command")
-
-
 def test_interrupted_copy_names_code_and_remedy() -> None:
     copy = host_setup.sync(PC, config(), host_setup.HOSTS_FILE)[1]
     assert copy.find_problem(Result((), 12, "", "rsync: connection unexpectedly closed")) == (
