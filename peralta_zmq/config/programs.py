@@ -71,22 +71,14 @@ def lan() -> int:
 
 def evaluate() -> int:
     """peralta-evaluate: answer the held-out problems with a run's weights or a model."""
-
-    def start(arguments: Sequence[str]) -> int | None:
-        evaluate_options(arguments)  # ends the program for --help, before torch is imported
-        return _imported("peralta_zmq.trainer.evaluate_model:main")(arguments)
-
-    return run_plain_program(start, program_name("evaluate"))
+    main = "peralta_zmq.trainer.evaluate_model:main"
+    return run_plain_program(main, program_name("evaluate"), check=evaluate_options)
 
 
 def replay() -> int:
     """peralta-replay: repeat a run's training from its journal, or export weights."""
-
-    def start(arguments: Sequence[str]) -> int | None:
-        replay_options(arguments)  # ends the program for --help, before torch is imported
-        return _imported("peralta_zmq.trainer.replay:main")(arguments)
-
-    return run_plain_program(start, program_name("replay"))
+    main = "peralta_zmq.trainer.replay:main"
+    return run_plain_program(main, program_name("replay"), check=replay_options)
 
 
 def dashboard() -> int:
@@ -172,10 +164,16 @@ def run_program(
     return run_plain_program(start, program)
 
 
-def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program: str) -> int:
+def run_plain_program(
+    main: Callable[[Sequence[str]], int | None] | str,
+    program: str,
+    *,
+    check: Callable[[Sequence[str]], object] | None = None,
+) -> int:
     """Run a `main` that parses the command line itself, and return the exit code.
 
-    A PeraltaError is printed in one line, and the exit code is 2.
+    `check` parses it, too: it ends the program for --help before torch is imported. A PeraltaError
+    is printed in one line, and the exit code is 2.
     """
     errors.prepare_streams()
     stderr = _PrintableStderr()
@@ -184,6 +182,8 @@ def run_plain_program(main: Callable[[Sequence[str]], int | None] | str, program
     try:
         if VERSION in sys.argv[1:]:
             return int(not sys.stdout.write(f"{program} {package_version()}\n"))
+        if check is not None:
+            check(sys.argv[1:])
         return _imported(main)(sys.argv[1:]) or 0
     except PeraltaError as error:
         stderr.write(f"{program}: error: {error}\n")

@@ -196,7 +196,7 @@ class ProcessGroup:
         if process is self._leader:
             self._print_notices()
             if code == 0 or self.is_interrupted:
-                return code if code >= 0 else 128 - code  # of a signal: 128 + number, as a shell
+                return code if code >= 0 else 128 - code  # 128 + signal number, as a shell returns
         if code == 0 or self.is_interrupted or process.is_stopped:
             return None
         reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"

@@ -49,7 +49,7 @@ class SubmittedRun:
     """The jobs of a run, as recorded in the file .lan/slurm-NAME.json."""
 
     run_folder: str
-    arguments: dict[str, list[str]]  # of sbatch, by TRAINER and GENERATORS
+    arguments: dict[str, list[str]]  # options of sbatch, by TRAINER and GENERATORS
     scripts: dict[str, str]
     jobs: dict[str, str] = field(default_factory=dict[str, str])  # id by name of the worker
 
@@ -162,7 +162,7 @@ def _resources(job: SlurmJob, *, processes: int = 1) -> list[str]:
         "time": job.time,
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return [*job.options, *given]  # of an option that is given twice, the last one counts
+    return [*job.options, *given]  # sbatch uses the last one of two equal options
 
 
 def prepare_folder(config: Config, generators: Sequence[str]) -> None:

@@ -72,8 +72,8 @@ class State:
     restarts: int = 0  # after crashes; for a job also by Slurm and by `bin/lan restart`
     code: int | None = None  # exit code of the worker; None until it has ended
     stopped: bool = False  # True if a command or a signal ended the worker
-    job: str = ""  # of Slurm: ID or ARRAY_TASK
-    node: str = ""  # of Slurm
+    job: str = ""  # id of the job of Slurm: ID or ARRAY_TASK
+    node: str = ""  # node of the job
 
 
 def read_state(file: Path) -> State | None:

@@ -21,7 +21,7 @@ class LogPrinter:
 
     def __init__(self, logs: Mapping[str, Path], *, lines: int) -> None:
         self._logs = logs
-        self.offsets = {  # of the next byte, by name
+        self.offsets = {  # position of the next byte, by name
             name: tail_offset(log, lines) for name, log in logs.items() if log.exists()
         }
 
