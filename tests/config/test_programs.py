@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from config_files import REPO
 
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.config.load import help_text
-from peralta_zmq.config.programs import raise_open_files_limit, run_plain_program, run_program
+from peralta_zmq.config.programs import raise_open_files_limit, run_program
 from peralta_zmq.config.schema import section_models
 from peralta_zmq.config.sections import default_text, row_model_of
 from peralta_zmq.config.training_sections import EnvSection
@@ -79,22 +77,6 @@ run_plain_program(main, "bin/x")
     logged, error = result.stderr.splitlines()
     assert logged.endswith(r" bin/x refused ann\x1b]0;owned\x07")
     assert error == r"bin/x: error: ann\x1b]0;owned\x07"
-
-
-@pytest.mark.parametrize(("name", "code"), [("builtins:sum", 0), ("peralta_zmq.errors:none", 1)])
-def test_run_program_reenables_garbage_collection(
-    monkeypatch: pytest.MonkeyPatch, name: str, code: int
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["x"])
-    gc.unfreeze()
-    with ExitStack() as stack:
-        if code:
-            stack.enter_context(pytest.raises(AttributeError))
-        assert run_plain_program(name, "bin/x") == code
-    assert gc.isenabled()
-    frozen = gc.get_freeze_count()
-    gc.unfreeze()
-    assert frozen > 0  # imported objects are exempt from collection
 
 
 def test_run_program_does_not_hide_bugs(monkeypatch: pytest.MonkeyPatch) -> None:

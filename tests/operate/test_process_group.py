@@ -195,21 +195,6 @@ def test_own_kills_do_not_count_as_crashes(children: Children) -> None:
     assert {(row["delay"], row["killed"]) for row in restarts} == {(0.02, True)}
 
 
-def test_ended_worker_cannot_be_killed(children: Children) -> None:
-    results = list[bool]()
-
-    def on_tick(group: ProcessGroup) -> None:
-        process = group["generator-0"].process
-        if process and not results:
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            results.append(group["generator-0"].kill())
-
-    fails_once = "if os.path.exists('mark'): notify('go'); stay()\nopen('mark', 'w'); sys.exit(1)"
-    (row,) = supervised("wait('go')", fails_once, on_tick=on_tick)
-    assert results == [False]
-    assert (row["event"], row["reason"], row["killed"]) == ("restart", "exit code 1", False)
-
-
 def test_stopped_worker_stays_down_until_it_is_resumed(children: Children) -> None:
     calls = list[str]()
 
