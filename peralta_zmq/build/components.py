@@ -59,16 +59,11 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     train = config.train
     trained = ranks.prepare(model)
     parameters = lora.trained_parameters(trained)
-    masters = make_master_weights(config, parameters)
+    dtype = models.DTYPES[config.weights.dtype]
     if config.lora.rank is None:
-        round_buffers(trained, models.DTYPES[config.weights.dtype])
+        round_buffers(trained, dtype)
     scorer = make_scorer(config, trained)
     reference, teacher = make_reference_models(config, trained, scorer)
-    divisor, reason = early_divisor(config, num_ranks=ranks.world_size)
-    if divisor is None:
-        logger.debug("a step is computed when all its groups are there (%s)", reason)
-    else:
-        logger.debug("full micro-batches of a step are computed while its other groups arrive")
     settings = LearnerSettings(
         loss=make_loss(config),
         advantage=make_advantage(config),
@@ -85,7 +80,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         num_minibatches=train.num_minibatches,
         num_iterations=train.num_iterations,
         keep_zero_std=train.keep_zero_std,
-        divisor=divisor,
+        divisor=early_divisor(config, num_ranks=ranks.world_size),
     )
     return Learner(
         parameters,
@@ -93,21 +88,13 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         update=functools.partial(update_settings, config),
         compute_logprobs=scorer,
         compute_with_entropy=scorer.with_entropy if config.loss.entropy_coef else None,
-        masters=masters,
+        masters=MasterWeights(parameters, dtype, make_masters=first_masters(config)),
         reference=reference,
         teacher=teacher,
         selection=make_selection(config, scorer),
         demonstrations=make_demonstrations(config, model, scorer),
         ranks=ranks,
     )
-
-
-def make_master_weights(
-    config: Config, parameters: Mapping[str, torch.nn.Parameter]
-) -> MasterWeights:
-    """The master weights of the trained parameters."""
-    dtype = models.DTYPES[config.weights.dtype]
-    return MasterWeights(parameters, dtype, make_masters=first_masters(config))
 
 
 def first_masters(config: Config) -> MakeMasters | None:
@@ -229,33 +216,29 @@ def m2_threshold(section: LossSection) -> float | None:
     return LOSSES[section.name].m2_threshold if section.name in LOSSES else None
 
 
-def early_divisor(config: Config, *, num_ranks: int = 1) -> tuple[Divisor | None, str]:
+def early_divisor(config: Config, *, num_ranks: int = 1) -> Divisor | None:
     """The divisor of the loss if micro-batches may be computed before all groups of a step arrive.
 
-    Otherwise None and the setting that needs the whole step. Micro-batches may be computed early if
-    the loss of a group depends on other groups only by one divisor, a total that is known at the
-    end of the step, and if the step has a single update.
+    Otherwise None. They may if the loss of a group depends on other groups only by one divisor, a
+    total that is known at the end of the step, and if the step has a single update.
     """
     train = config.train
     section = config.loss
     is_by_token = section.aggregation == "token"
-    step_wide = step_wide_setting(make_advantage(config))
-    reasons = [
-        (f"{num_ranks} ranks", num_ranks > 1),
-        (f"train.num_minibatches {train.num_minibatches}", train.num_minibatches > 1),
-        (f"train.num_iterations {train.num_iterations}", train.num_iterations > 1),
-        (step_wide, bool(step_wide)),
-        (f"loss '{section.name}' is not one of this package", section.name not in LOSSES),
-        ("loss.top_entropy_quantile", section.top_entropy_quantile < 1.0),
-        (f"loss '{section.name}'", m2_threshold(section) is not None),
+    needs_whole_step = (
+        num_ranks > 1
+        or train.num_minibatches > 1
+        or train.num_iterations > 1
+        or step_wide_setting(make_advantage(config))
+        or section.name not in LOSSES
+        or section.top_entropy_quantile < 1.0
+        or m2_threshold(section) is not None
         # The bonus divides by the tokens, the loss by the rollouts.
-        (
-            "loss.entropy_coef without loss.aggregation token",
-            bool(section.entropy_coef) and not is_by_token,
-        ),
-    ]
-    reason = next((reason for reason, applies in reasons if applies), "")
-    return (None if reason else "tokens" if is_by_token else "rollouts"), reason
+        or (section.entropy_coef and not is_by_token)
+    )
+    if needs_whole_step:
+        return None
+    return "tokens" if is_by_token else "rollouts"
 
 
 def make_advantage(config: Config) -> AdvantageFunction:

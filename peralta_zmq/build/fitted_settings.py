@@ -24,21 +24,8 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.memory import gib, read_shape
 from peralta_zmq.rollout import Problem
 
-SMALL_MODEL = 20_000_000  # parameters
 ROLLOUTS = 64  # per step
-MIN_COMPLETION = 256  # tokens
-MAX_COMPLETION = 1024
-THINKING_MARK = "<think>"  # in the chat template of a model that writes its reasoning first
-MIN_ROOM = 16  # smallest completion length that a set context length may cause, in tokens
-MULTIPLE = 64  # lengths are multiples of it
-COUNTED = 200  # longest prompts and answers by characters, whose tokens are counted
-USUAL_SHARE = 0.95  # prompts longer than LONGER times this quantile do not count
-LONGER = 4
-CONTEXT_TURNS = 4  # turns for which the context has room
-EVALUATIONS = 4  # number of evaluations in a run
-MIN_MICROBATCH = 1024  # tokens
-MAX_MICROBATCH = 16384
-MEMORY_SHARE = 0.7  # part of the free memory that trainer and generators of this machine may use
+MAX_COMPLETION = 1024  # tokens
 
 
 class FittedConfig(NamedTuple):
@@ -65,29 +52,18 @@ def fit_settings(
     if not unset:
         return FittedConfig(config, {})
     folder = models.model_folder(config.model.name)
-    try:
-        shape = read_shape(folder, trust_remote_code=config.model.trust_remote_code)
-        num_parameters = shape.num_parameters
-        size = f"{num_parameters / 1e6:.3g} M parameters"
-    except ConfigError:  # an unknown architecture
-        num_parameters = SMALL_MODEL
-        size = "a large model"
-    chosen: dict[str, tuple[Any, str]] = {}
+    reasons: dict[str, str] = {}
 
     def choose(name: str, value: Any, reason: str) -> None:
+        nonlocal config
         if name in unset:
-            chosen[name] = (value, reason)
+            config = with_settings(config, {name: value})
+            reasons[name] = reason
 
-    has_adapters = config.lora.rank is not None
-    choose(
-        "train.learning_rate",
-        1e-4 if has_adapters or num_parameters < SMALL_MODEL else 1e-5,
-        "LoRA" if has_adapters else f"full fine-tuning of {size}",
-    )
-    group = max(config.group_sizes.values())
-    interval = max(1, config.train.max_steps // EVALUATIONS)
-    choose("eval.interval", interval, f"1/{EVALUATIONS} of the run")
+    choose("train.learning_rate", *_learning_rate(config, folder))
+    choose("eval.interval", max(1, config.train.max_steps // 4), "1/4 of the run")
     lengths = _Lengths.of(config, folder, splits, local=local)
+    group = max(config.group_sizes.values())
     num_groups = max(1, ROLLOUTS // group)
     is_small = lengths.num_trained < num_groups
     choose(
@@ -95,21 +71,20 @@ def fit_settings(
         min(num_groups, lengths.num_trained) * group,
         "a group of each training problem" if is_small else f"whole groups of {group}",
     )
-    completion, reason = _completion_length(config, lengths)
-    choose("sampling.max_completion_length", completion, reason)
-    config = with_settings(config, {name: value for name, (value, _) in chosen.items()})
-    if "engine.max_model_len" in unset:
-        completion = _longest_completion(config)
-        if lengths.has_turns:  # replies are assumed to be as long as completions
-            completion *= 2 * min(config.task.max_turns, CONTEXT_TURNS)
-        length = min(_rounded(lengths.prompt + completion), lengths.context)
-        choose("engine.max_model_len", length, lengths.prompt_text)
-    config = with_settings(config, {name: value for name, (value, _) in chosen.items()})
+    choose("sampling.max_completion_length", *_completion_length(config, lengths))
+    samplings = [make_sampling(config, env, seed=0) for env in config.environments]
+    samplings += [make_eval_sampling(config, env, seed=0) for env in config.eval_environments]
+    completion = max(sampling.max_completion_length for sampling in samplings)
+    if lengths.has_turns:  # room for four turns, with replies that are as long as completions
+        completion *= 2 * min(config.task.max_turns, 4)
+    length = min(_rounded(lengths.prompt + completion), lengths.context)
+    longer = f"; {lengths.num_longer} are much longer" if lengths.num_longer else ""
+    choose(
+        "engine.max_model_len", length, f"the longest prompt has {lengths.prompt} tokens{longer}"
+    )
     if "train.max_tokens_per_microbatch" in unset:
-        tokens, reason = _microbatch(config, folder, memory_gib)
-        chosen["train.max_tokens_per_microbatch"] = (tokens, reason)
-        config = with_settings(config, {"train.max_tokens_per_microbatch": tokens})
-    return FittedConfig(config, {name: reason for name, (_, reason) in chosen.items()})
+        choose("train.max_tokens_per_microbatch", *_microbatch(config, folder, memory_gib))
+    return FittedConfig(config, reasons)
 
 
 def manifest_field(config: Config) -> str:
@@ -135,6 +110,18 @@ def adopted(config: Config, field: str | None) -> Config:
         ) from None
 
 
+def _learning_rate(config: Config, folder: Path) -> tuple[float, str]:
+    """A small model, and adapters, are trained with a higher rate."""
+    if config.lora.rank is not None:
+        return 1e-4, "LoRA"
+    try:
+        shape = read_shape(folder, trust_remote_code=config.model.trust_remote_code)
+    except ConfigError:  # an architecture that cannot be planned
+        return 1e-5, "full fine-tuning of a large model"
+    size = f"full fine-tuning of {shape.num_parameters / 1e6:.3g} M parameters"
+    return (1e-4 if shape.num_parameters < 20_000_000 else 1e-5), size
+
+
 class _Lengths(NamedTuple):
     """Number and lengths of the problems; lengths are in tokens."""
 
@@ -143,7 +130,7 @@ class _Lengths(NamedTuple):
     num_longer: int  # prompts that are much longer
     answer: int  # longest
     context: int  # of the model
-    thinks: bool  # the chat template has THINKING_MARK
+    thinks: bool  # the chat template has the mark of a model that writes its reasoning first
     has_turns: bool
 
     @classmethod
@@ -163,11 +150,13 @@ class _Lengths(NamedTuple):
                 problems += environments.problems
                 has_turns = has_turns or bool(environments.reply_sources)
         problems.sort(key=_prompt_characters)
-        usual = _prompt_characters(problems[int(USUAL_SHARE * (len(problems) - 1))])
-        kept = [problem for problem in problems if _prompt_characters(problem) <= LONGER * usual]
-        prompts = models.chat_prompts(tokenizer, kept[-COUNTED:])
+        # Much longer: over four times as long as 95 % of the prompts.
+        usual = _prompt_characters(problems[int(0.95 * (len(problems) - 1))])
+        kept = [problem for problem in problems if _prompt_characters(problem) <= 4 * usual]
+        # Only the 200 longest prompts and answers by characters are tokenized.
+        prompts = models.chat_prompts(tokenizer, kept[-200:])
         lengths = [len(prompt) for prompt in prompts if isinstance(prompt, list)]
-        answers = sorted({problem.answer for problem in problems}, key=len)[-COUNTED:]
+        answers = sorted({problem.answer for problem in problems}, key=len)[-200:]
         encoded: list[list[int]] = tokenizer(answers, add_special_tokens=False)["input_ids"]
         return cls(
             num_trained=num_trained,
@@ -175,16 +164,9 @@ class _Lengths(NamedTuple):
             num_longer=len(problems) - len(kept),
             answer=max(map(len, encoded), default=0),
             context=int(getattr(sizes, "max_position_embeddings", None) or 1 << 20),
-            thinks=THINKING_MARK in str(tokenizer.chat_template or ""),
+            thinks="<think>" in str(tokenizer.chat_template or ""),
             has_turns=has_turns,
         )
-
-    @property
-    def prompt_text(self) -> str:
-        """Why the context has its length."""
-        if self.num_longer:
-            return f"prompts of {self.prompt} tokens; {self.num_longer} are much longer"
-        return f"the longest prompt has {self.prompt} tokens"
 
 
 def _prompt_characters(problem: Problem) -> int:
@@ -192,50 +174,45 @@ def _prompt_characters(problem: Problem) -> int:
     return max(texts, 4 * len(problem.input_token_ids))
 
 
-def _longest_completion(config: Config) -> int:
-    """Largest number of sampled tokens in training and evaluation, in all environments."""
-    samplings = [make_sampling(config, env, seed=0) for env in config.environments]
-    samplings += [make_eval_sampling(config, env, seed=0) for env in config.eval_environments]
-    return max(sampling.max_completion_length for sampling in samplings)
-
-
 def _completion_length(config: Config, lengths: _Lengths) -> tuple[int, str]:
-    """Tokens of a completion, and the reason."""
+    """Tokens of a completion: 256 to MAX_COMPLETION, less if a set context length needs it."""
     longest = MAX_COMPLETION if lengths.thinks else _rounded(2 * lengths.answer)
-    tokens = min(MAX_COMPLETION, max(MIN_COMPLETION, longest))
+    tokens = min(MAX_COMPLETION, max(256, longest))
     limit = config.engine.max_model_len if is_set(config, "engine.max_model_len") else None
     room = (limit or lengths.context) - lengths.prompt
-    if MIN_ROOM <= room < tokens:
+    if 16 <= room < tokens:
         return room, f"prompts of up to {lengths.prompt} tokens leave this much"
     if lengths.thinks:
         return tokens, "the model thinks before it answers"
-    if tokens > MIN_COMPLETION:
+    if tokens > 256:
         return tokens, f"the longest answer has {lengths.answer} tokens"
     return tokens, "the usual length of an answer"
 
 
 def _microbatch(config: Config, folder: Path, memory_gib: float | None) -> tuple[int, str]:
-    """Tokens of a micro-batch: the largest power of two that fits, and the reason."""
-    smallest = max(MIN_MICROBATCH, config.engine.max_model_len)
+    """Tokens of a micro-batch: the largest power of two from 1024 to 16384 that fits.
+
+    Trainer and generators of this machine may use 70 % of the free memory.
+    """
+    smallest = max(1024, config.engine.max_model_len)
     try:
         planner = MemoryPlanner.of(config, folder, memory_gib=memory_gib)
     except ConfigError:
         return smallest, "the memory of this architecture cannot be planned"
-    plan = planner.plan(config, "trainer")
     beside = (config.run.num_workers - 1) * planner.plan(config, "generator").peak
-    free = plan.limit
+    free = planner.plan(config, "trainer").limit
     if memory_gib is None:
         free = min(free, models.free_bytes(models.choose_device(config.model.device)))
-    limit = MEMORY_SHARE * free - beside
-    tokens = MAX_MICROBATCH
+    tokens = 16384
     while tokens > smallest:
         changed = with_settings(config, {"train.max_tokens_per_microbatch": tokens})
         peak = planner.plan(changed, "trainer").peak
-        if peak <= limit:
+        if peak <= 0.7 * free - beside:
             return tokens, f"needs about {gib(peak)} of {gib(free)} GiB"
         tokens //= 2
     return smallest, f"the least for sequences of {config.engine.max_model_len} tokens"
 
 
 def _rounded(tokens: int) -> int:
-    return -(-tokens // MULTIPLE) * MULTIPLE
+    """The next multiple of 64."""
+    return -(-tokens // 64) * 64
