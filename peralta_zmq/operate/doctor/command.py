@@ -18,7 +18,7 @@ from peralta_zmq.operate.doctor.checks import SERVING, Check, Report, failed_che
 PROGRAM = program_name("doctor")
 USAGE = f"""\
 usage: {PROGRAM} [--json] [--role trainer|generator] [--wait SECONDS] [@ FILE.toml ...] [OPTIONS]
-       {PROGRAM} plan [--json] [--role ROLE] [--memory GIB] [@ FILE.toml ...] [OPTIONS]
+       {PROGRAM} plan [--role ROLE] [--memory GIB] [@ FILE.toml ...] [OPTIONS]
        {PROGRAM} keygen --security.keys DIR [--generator.name NAME]
 
 Checks this machine with the settings of a run; exit code 1 if a check fails. `plan` only computes
@@ -67,11 +67,12 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(
     program: str, usage: str, arguments: Sequence[str], *, number: str
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The options --json, --role and `number`, and the other arguments, which are settings."""
+    """The options of the doctor or of its plan, and the other arguments, which are settings."""
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(usage)
     parser = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true")
+    if program == PROGRAM:
+        parser.add_argument("--json", action="store_true")
     parser.add_argument("--role", choices=("trainer", "generator"))
     parser.add_argument(number, type=float)
     return parser.parse_known_args(arguments)

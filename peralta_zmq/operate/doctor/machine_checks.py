@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
@@ -28,6 +29,11 @@ LOCAL_NETWORK = (
 def installed_version(library: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(library)
+
+
+def check_installation() -> Check:
+    requirements = importlib.metadata.requires("peralta_zmq") or []
+    return check_versions(sys.version_info[:3], requirements)
 
 
 def check_versions(

@@ -107,8 +107,6 @@ def _connect_remedy(error: OSError, host: str, port: int, *, is_first: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """A reply to a probe, with the probe's sending time and round-trip time."""
-
     reply: wire.ProbeReply
     sent: float  # unix seconds by the clock of this machine
     seconds: float
@@ -133,15 +131,12 @@ def send_probes(client: wire.ProbeClient, *, timeout_seconds: float = PROBE_SECO
 
 
 def check_probe(result: ProbeResult, run: str) -> Check:
-    """Check that the reply is of run `run`; reports round-trip time and versions."""
+    """Check that the reply is of run `run`; reports the round-trip time."""
     reply = result.reply
     if reply.run != run:
         detail = f"run {reply.run} listens at wire.host, not {run}"
         return Check(False, detail, "give both sides the same config, or another wire.port")
-    versions = ", ".join(f"{name} {value}" for name, value in sorted(reply.worker_info.items()))
-    return Check(
-        True, f"the {reply.role} of run {run} answers in {1e3 * result.seconds:.1f} ms ({versions})"
-    )
+    return Check(True, f"the {reply.role} of run {run} answers in {1e3 * result.seconds:.1f} ms")
 
 
 def check_throughput(client: wire.ProbeClient) -> Check:
@@ -161,9 +156,7 @@ def check_clock(result: ProbeResult) -> Check:
     return Check(ok, detail, remedy if difference > 2.0 else "")
 
 
-def serve_probes(
-    config: Config, stack: ExitStack, folder: Path | None, worker_info: dict[str, str]
-) -> Check:
+def serve_probes(config: Config, stack: ExitStack, folder: Path | None) -> Check:
     """Answer the probes of generators' doctors while no trainer runs, until `stack` is closed.
 
     A probe can create a file in `folder`, the weights folder, or None; see `check_visible`. Raises
@@ -177,7 +170,7 @@ def serve_probes(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         create_file = stack.enter_context(closing(ProbeFile(folder))).create
-    reply = wire.ProbeReply(config.run.name, role="doctor", worker_info=worker_info)
+    reply = wire.ProbeReply(config.run.name, role="doctor")
     address = f"tcp://{with_port(config.wire.bind, config.wire.port + NUM_PORTS - 1)}"
     server = wire.ProbeServer(address, reply, create_file=create_file, authenticator=authenticator)
     stack.enter_context(closing(server))

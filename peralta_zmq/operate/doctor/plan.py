@@ -7,12 +7,11 @@ prompts.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from peralta_zmq.config import Config, check_memory_fractions, load_config, with_settings
+from peralta_zmq.config import Config, check_memory_fractions, load_config
 from peralta_zmq.errors import ConfigError, program_name
 from peralta_zmq.operate.doctor.checks import Report
 
@@ -21,15 +20,13 @@ if TYPE_CHECKING:
     from peralta_zmq.memory import Plan, Role
     from peralta_zmq.memory.remedies import Advice
 
-SMALL = 0.005 * 2**30  # bytes, which GiB with two decimals show as 0.00
 PROGRAM = f"{program_name('doctor')} plan"
 USAGE = f"""\
-usage: {PROGRAM} [--json] [--role trainer|generator] [--memory GIB] [@ FILE.toml ...] [OPTIONS]
+usage: {PROGRAM} [--role trainer|generator] [--memory GIB] [@ FILE.toml ...] [OPTIONS]
 
 Computes the memory of a run from its settings and the model's config.json, compares it with this
 machine, and checks the prompts if the model's folder has its tokenizer. Exit code 1 if a role does
 not fit or a check fails.
-  --json          the last line is {{"plans": [{{"role", "peak", "limit", "fits", "parts", ...}}]}}
   --role ROLE     only the role of this machine; default: the trainer and the generators that
                   bin/lan local starts (run.num_local_generators)
   --memory GIB    plan for a machine with this memory, or with --model.device cuda for a card
@@ -38,7 +35,7 @@ not fit or a check fails.
 
 
 def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    """Run with the options `json`, `role` and `memory`; returns the exit code.
+    """Run with the options `role` and `memory`; returns the exit code.
 
     Raises ConfigError for settings, a model or fractions that cannot be planned.
     """
@@ -70,22 +67,14 @@ def main(options: argparse.Namespace, settings: Sequence[str]) -> int:
         role = roles[0] if options.memory is None else "trainer"
         report.run("prompts", add_findings, config, report, role, weights=False, prompts=is_here)
     _print_model(config, planner)
-    plans: list[Plan] = []
-    rows: list[dict[str, Any]] = []
-    for role in roles:
-        plan = planner.plan(config, role)
-        _print_plan(plan, count=num_generators if role == "generator" else 1)
-        advice = None
+    plans = [planner.plan(config, role) for role in roles]
+    for plan in plans:
+        _print_plan(plan, count=num_generators if plan.role == "generator" else 1)
         if not plan.fits:
-            advice = planner.advise(config, role)
-            _print_advice(advice)
-        plans.append(plan)
-        rows.append(_row(plan, advice))
+            _print_advice(planner.advise(config, plan.role))
     fits = all(plan.fits for plan in plans)
     if not options.role:
         fits &= _print_together(config, planner, plans)
-    if options.json:
-        _write(json.dumps({"plans": rows}))
     return int(not fits or not all(check.ok for _, check in report.checks))
 
 
@@ -114,9 +103,9 @@ def _print_plan(plan: Plan, *, count: int) -> None:
 
     title = plan.role if count == 1 else f"each of {count} generators"
     _write(f"\n{title}: {_verdict(plan.peak, plan.limit)}")
-    small = [name for name, size in plan.parts.items() if size < SMALL]
+    small = [name for name, size in plan.parts.items() if gib(size) == "0.00"]
     for name, size in sorted(plan.parts.items(), key=lambda part: -part[1]):
-        if size >= SMALL:
+        if name not in small:
             _write(f"  {gib(size):>8}  {name}")
     if small:
         _write(f"  {'< 0.01':>8}  {', '.join(small)}")
@@ -143,24 +132,14 @@ def _print_together(config: Config, planner: MemoryPlanner, plans: Sequence[Plan
     memory = planner.machine.memory
     count = config.run.num_local_generators
     total = trainer + count * generator
-    fits = total <= memory
     title = f"trainer and {count} generator{'s' * (count > 1)} together (bin/lan local)"
     _write(f"\n{title}: {_verdict(total, memory)}")
-    if fits or not all(plan.fits for plan in plans):
-        return fits
-    share = int(100 * (memory - trainer) / memory / count) / 100
-    if share > 0:  # engine vllm reserves less
-        lowered = with_settings(config, {"engine.gpu_memory_utilization": share})
-        smaller = planner.plan(lowered, "generator")
-        if smaller.fits and trainer + count * smaller.peak <= memory:
-            _write(f"  it fits with --engine.gpu-memory-utilization {share}")
-            return False
-    most = int((memory - trainer) / generator)
-    if most > 0:
-        _write(f"  it fits with --run.num-local-generators {most}")
-    else:
-        _write("  one of the two fits alone; run the generators on another machine (bin/lan up)")
-    return fits
+    if total > memory and all(plan.fits for plan in plans):
+        _write(
+            "  lower run.num_local_generators or engine.gpu_memory_utilization, or run generators "
+            "on another machine (bin/lan up)"
+        )
+    return total <= memory
 
 
 def _verdict(peak: float, limit: float) -> str:
@@ -169,23 +148,6 @@ def _verdict(peak: float, limit: float) -> str:
     if peak <= limit:
         return f"fits, {gib(peak)} of {gib(limit)} GiB needed"
     return f"does not fit, {gib(peak)} GiB needed, only {gib(limit)} there"
-
-
-def _row(plan: Plan, advice: Advice | None) -> dict[str, Any]:
-    """A plan for --json; sizes in bytes."""
-    tried = [
-        {"option": a.options, "alone": int(a.alone.peak), "combined": int(a.combined.peak)}
-        for a in (advice.attempts if advice else ())
-    ]
-    return {
-        "role": plan.role,
-        "peak": int(plan.peak),
-        "limit": int(plan.limit),
-        "fits": plan.fits,
-        "phase": plan.phase,
-        "parts": {name: int(size) for name, size in plan.parts.items()},
-        "settings": tried,
-    }
 
 
 def _write(line: str) -> None:

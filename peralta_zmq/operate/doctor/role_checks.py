@@ -6,10 +6,8 @@ answers them, or before the run the doctor of the trainer's machine.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
-import sys
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +17,7 @@ import psutil
 
 from peralta_zmq import wire
 from peralta_zmq.config import Config, with_fitted_of_run
-from peralta_zmq.errors import ConfigError, PeraltaError, WireError, program_name
+from peralta_zmq.errors import PeraltaError, WireError, program_name
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
 from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def default_role(config: Config) -> str:
-    """Trainer if wire.host is this machine, else generator."""
     return "trainer" if network_checks.is_this_machine(config.wire.host) else "generator"
 
 
@@ -43,8 +40,7 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     has_ports = report.run("ports", network_checks.check_ports, config, stack)
     serve = serve and has_ports and not network_checks.is_trainer_running(config.run_folder)
     if serve:
-        worker_info = _worker_info(config)
-        report.run("answers", network_checks.serve_probes, config, stack, folder, worker_info)
+        report.run("answers", network_checks.serve_probes, config, stack, folder)
     _check_machine(config, report, "trainer")
     if folder is None:
         _check_address(config, report, reply=None)
@@ -111,8 +107,7 @@ def fitted(config: Config, report: Report, memory_gib: float | None = None) -> C
 
 def _check_machine(config: Config, report: Report, role: Role) -> None:
     has_battery = psutil.sensors_battery() is not None
-    requirements = importlib.metadata.requires("peralta_zmq") or []
-    report.run("versions", machine_checks.check_versions, sys.version_info[:3], requirements)
+    report.run("versions", machine_checks.check_installation)
     report.run("device", machine_checks.check_device, config)
     report.run("sleep", machine_checks.check_sleep, platform.system(), has_battery)
     opened = report.run("reward", machine_checks.check_reward, config)
@@ -164,15 +159,4 @@ def _check_address(config: Config, report: Report, *, reply: wire.ProbeReply | N
 
 
 def _weights_folder(config: Config) -> Path | None:
-    """The folder of the weight store; None for a weight store with a URL."""
     return None if "://" in config.weights_address else config.weights_folder
-
-
-def _worker_info(config: Config) -> dict[str, str]:
-    """Versions and device, for replies to probes; empty if the device is missing."""
-    from peralta_zmq import models
-
-    with suppress(ConfigError):
-        device = models.choose_device(config.model.device)
-        return models.worker_info(device, models.choose_dtype(device, config.model.dtype)[0])
-    return {}

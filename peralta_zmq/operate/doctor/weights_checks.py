@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from peralta_zmq.weights.backends import StorageBackend
     from peralta_zmq.weights.store import WeightStore
 
-SAMPLE_BYTES = 32 << 20  # size of a file that is written and read for a measurement
-MAX_READ_BYTES = 256 << 20  # largest part of a published version that is read for a measurement
 NOT_READABLE = "mount it again, or give this user the right to read it"  # remedy
 
 
@@ -127,7 +125,7 @@ def check_speed(
     elif folder is not None and os.access(folder, os.W_OK):
         sample = folder / f"doctor-read-{atomic_files.PROCESS_TAG}"
         try:
-            atomic_files.replace_file(sample, os.urandom(SAMPLE_BYTES))
+            atomic_files.replace_file(sample, os.urandom(32 << 20))
             num_bytes, seconds = _read(store.backend, sample.name, folder)
         finally:
             sample.unlink(missing_ok=True)
@@ -155,7 +153,6 @@ def model_bytes_of(config: Config) -> int | None:
 
 
 def nearest_folder(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
@@ -167,7 +164,7 @@ def _open_store(address: str, token_file: str | None = None) -> WeightStore:
 
 
 def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int, float]:
-    """Read a file of the store, up to about MAX_READ_BYTES; returns bytes and seconds.
+    """Read a file of the store, up to about 256 MiB; returns bytes and seconds.
 
     A file in `folder` is first dropped from the page cache, where that is possible.
     """
@@ -178,6 +175,6 @@ def _read(backend: StorageBackend, path: str, folder: Path | None) -> tuple[int,
     num_bytes = 0
     for chunk in backend.read(path):
         num_bytes += len(chunk)
-        if num_bytes >= MAX_READ_BYTES:
+        if num_bytes >= 256 << 20:
             break
     return num_bytes, time.monotonic() - started
