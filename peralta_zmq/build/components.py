@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,9 +52,8 @@ NO_OPTIONS = {
 def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> Learner:
     """The learner for the sections [train], [loss], [advantage] and [filter].
 
-    `model` must have the base weights: the reference model, and the teacher unless `model.teacher`
-    is set, are copies of its present weights. `ranks` are the processes of a distributed trainer;
-    `ranks.prepare(model)` shards the model over the processes.
+    `model` must have the base weights: reference model and teacher may be copies of them. `ranks`
+    are the processes of a distributed trainer, over which the model is sharded.
     """
     train = config.train
     trained = ranks.prepare(model)
@@ -100,16 +99,17 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
 def first_masters(config: Config) -> MakeMasters | None:
     """The first masters of published weights, which have noise; None without noise.
 
-    Only full fine-tuning has noise. Adapters need none: their first values are random numbers in
-    fp32 and zeros, and updates of zeros are never small.
+    Adapters need none: their first values are random numbers in fp32 and zeros, and updates of
+    zeros are never small.
     """
+    if not config.train.master_noise or config.lora.rank is not None:
+        return None
     dtype = models.DTYPES[config.weights.dtype]
 
     def make_masters(name: str, weights: torch.Tensor) -> torch.Tensor:
         return off_grid(weights, grid_noise(weights, dtype, seed=f"{config.run.seed}/{name}"))
 
-    has_noise = config.train.master_noise and config.lora.rank is None
-    return make_masters if has_noise else None
+    return make_masters
 
 
 def round_buffers(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -130,10 +130,8 @@ def load_policy(config: Config, folder: Path) -> models.Model:
     models.limit_memory(device, config.train.memory_fraction)
     if device.type == "cpu":
         models.use_deterministic_operators()
-    options: dict[str, Any] = {
-        "device": device,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
+    trust = config.model.trust_remote_code
+    options: dict[str, Any] = {"device": device, "trust_remote_code": trust}
     if section.rank is None or section.base_dtype == "float32":
         model = models.load_model(folder, dtype=torch.float32, **options)
     else:
@@ -168,7 +166,6 @@ def make_scorer(config: Config, model: models.Model) -> Scorer:
 
 
 def update_settings(config: Config, step: int) -> UpdateSettings:
-    """Numbers of the updates of a training step."""
     train = config.train
     rate = learning_rate(
         step,
@@ -200,7 +197,6 @@ def make_loss(config: Config) -> TokenLoss:
 
 
 def make_selection(config: Config, scorer: Scorer) -> TokenSelection | None:
-    """The selection of tokens that the loss sets, if any."""
     threshold = m2_threshold(config.loss)
     if config.loss.top_entropy_quantile == 1.0 and threshold is None:
         return None
@@ -247,7 +243,7 @@ def make_advantage(config: Config) -> AdvantageFunction:
 
 
 def make_term_weights(config: Config) -> TermWeights | None:
-    """The weights of normalized terms of the reward; None if terms are not normalized."""
+    """Weights of the normalized terms of the reward; None if terms are not normalized."""
     if config.advantage.multi_objective_aggregation == "sum_then_normalize":
         return None
     return {
@@ -257,10 +253,9 @@ def make_term_weights(config: Config) -> TermWeights | None:
 
 
 def make_filters(config: Config, *, vocab_size: int) -> list[Filter]:
-    """The filters of [filter], which detect rollouts to exclude, with their options.
+    """The filters of [filter] with their options; ConfigError for an unknown option.
 
-    A filter function with a parameter `vocab_size` or `max_completion_length` gets the run's value.
-    Raises ConfigError for an unknown option.
+    A function with a parameter `vocab_size` or `max_completion_length` gets the run's value.
     """
     section = config.filter
     run_values = {
@@ -294,7 +289,6 @@ def _load_function(kind: FunctionKind, name: str) -> Callable[..., Any]:
 def _bind_section(
     kind: Literal["loss", "advantage"], section: LossSection | AdvantageSection
 ) -> functools.partial[Any]:
-    """The function that the section names, with the section's options bound."""
     function = _load_function(kind, section.name)
     settings = section.model_dump(exclude=NO_OPTIONS, exclude_unset=True, exclude_none=True)
     options = registry.bind_options(kind, section.name, function, settings, section.kwargs)
@@ -309,14 +303,14 @@ def make_reference_models(
 ) -> tuple[PolicyCopy | None, ReferenceModel | None]:
     """The reference model and the teacher; None for one that the loss does not use.
 
-    The reference model, and the teacher unless `model.teacher` is set, start as copies of `model`,
-    which must have the base weights. Raises ConfigError for settings that the loss does not use,
-    and for a teacher with a different vocabulary.
+    Both start as copies of `model`, unless `model.teacher` is set. Raises ConfigError for settings
+    that the loss does not use, and for a teacher with a different vocabulary.
     """
     train = config.train
     used = reference_models_used(config)
     parameters = lora.trained_parameters(model)
-    reference = teacher = None
+    reference = None
+    teacher = None
     if "reference" in used:
         reference = PolicyCopy(parameters, scorer, sync_steps=train.ref_sync_steps)
     elif train.ref_sync_steps:
@@ -325,7 +319,9 @@ def make_reference_models(
             "uses no reference model; remove it or set loss.beta above 0"
         )
     if "teacher" in used:
-        teacher = _load_teacher(config, model) or PolicyCopy(parameters, scorer)
+        teacher = PolicyCopy(parameters, scorer)
+        if config.model.teacher is not None:
+            teacher = _load_teacher(config, config.model.teacher, model)
     elif config.model.teacher:
         raise ConfigError(
             f"model.teacher {config.model.teacher} is set, but loss '{config.loss.name}' uses no "
@@ -337,8 +333,8 @@ def make_reference_models(
 def reference_models_used(config: Config) -> set[str]:
     """Which of the two models 'reference' and 'teacher' the loss needs.
 
-    A user's loss needs the reference if it has an option `beta` that is not 0, and the teacher if
-    it has such an option `teacher_tau`, or if `model.teacher` is set.
+    A user's loss needs the reference if its option `beta` is not 0, and the teacher if its option
+    `teacher_tau` is not 0 or `model.teacher` is set.
     """
     section = config.loss
     if section.name in LOSSES:
@@ -351,12 +347,9 @@ def reference_models_used(config: Config) -> set[str]:
     return {model for model, is_used in used.items() if is_used}
 
 
-def _load_teacher(config: Config, model: models.Model) -> ReferenceModel | None:
-    """The teacher that `model.teacher` names, if set; ConfigError if it does not fit."""
-    if config.model.teacher is None:
-        return None
+def _load_teacher(config: Config, name: str, model: models.Model) -> ReferenceModel:
     teacher = models.load_teacher(
-        config.model.teacher,
+        name,
         policy=model,
         policy_name=config.model.name,
         trust_remote_code=config.model.trust_remote_code,

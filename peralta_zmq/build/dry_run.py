@@ -1,7 +1,6 @@
 """Dry run: the prompts and the model of a run are checked before anything is trained.
 
-The trainer, generators, verifiers, `bin/doctor` and `bin/doctor plan` run these checks. Every
-prompt goes through the chat template and the tokenizer. The trainer and all generators leave out
+Trainer, generators, verifiers and `bin/doctor` run these checks. Trainer and generators leave out
 the same prompts, so that a sample index means the same problem everywhere.
 """
 
@@ -27,7 +26,6 @@ from peralta_zmq.models.rotary import check_length
 from peralta_zmq.observe.terminal import track
 from peralta_zmq.rollout import Problem
 
-MAX_ROWS = 3  # rows that a finding names
 SPLITS: dict[Split, str] = {"train": "training", "eval": "held-out"}
 COPY_TOKENIZER = "copy all tokenizer files of the model again, or correct its chat template"
 RESIZE_EMBEDDINGS = (
@@ -47,7 +45,6 @@ class Finding(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Detail and remedy."""
         return "; ".join(filter(None, (self.detail, self.remedy)))
 
 
@@ -60,10 +57,7 @@ class PromptReader(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, tokenizer: models.Tokenizer | None = None) -> PromptReader:
-        """The reader of the model whose folder has `tokenizer`; None = that of `model.name`.
-
-        Raises ConfigError.
-        """
+        """The reader of the model whose folder has `tokenizer`; None = that of `model.name`."""
         trust = config.model.trust_remote_code
         if tokenizer is None:
             folder = models.model_folder(config.model.name)
@@ -79,8 +73,8 @@ def check_run(
 ) -> Iterator[Finding]:
     """Check the model, loading its weights as the trainer does if `with_weights`, and all prompts.
 
-    A generator without the model, which it gets from the trainer, checks its engine only; adapters
-    need the model. Raises ConfigError for a model that cannot be opened.
+    A generator without the model, which it gets from the trainer, checks its engine only. Raises
+    ConfigError for a model that cannot be opened.
     """
     try:
         folder = models.model_folder(config.model.name)
@@ -199,8 +193,8 @@ def check_prompts(
         for what, found in faults.items():
             worst = max((fault for _, fault in found), key=lambda fault: fault.num_tokens)
             is_skipped = worst.is_skipped and bool(usable)
-            rows = ", ".join(f"row {row}{fault.value}" for row, fault in found[:MAX_ROWS])
-            more = f" and {len(found) - MAX_ROWS} more" if found[MAX_ROWS:] else ""
+            rows = ", ".join(f"row {row}{fault.value}" for row, fault in found[:3])
+            more = f" and {len(found) - 3} more" if found[3:] else ""
             detail = f"{name}: {len(found)} of {len(problems)} prompts {what}"
             detail += f"{' and are skipped' if is_skipped else ''}: {rows}{more}"
             findings.append(Finding("prompts", detail, worst.remedy, is_fatal=not is_skipped))
@@ -210,8 +204,6 @@ def check_prompts(
 
 
 class _Fault(NamedTuple):
-    """Why a prompt cannot be sampled."""
-
     what: str  # verb and object, for all prompts with this fault
     value: str  # property of this prompt, such as its length
     remedy: str
@@ -220,8 +212,6 @@ class _Fault(NamedTuple):
 
 
 class _PromptCheck(NamedTuple):
-    """The check of one prompt of an environment."""
-
     reader: PromptReader
     special_ids: set[int]
     num_new: int  # tokens that a completion needs
@@ -260,7 +250,6 @@ class _PromptCheck(NamedTuple):
 def _check_template(
     name: str, problems: Sequence[Problem], tokenizer: models.Tokenizer, *, has_turns: bool
 ) -> Iterator[Finding]:
-    """Check what the chat template does with variables, messages and further turns."""
     try:
         models.check_template_kwargs(tokenizer, problems)
         if has_turns:

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 def make_engine(
     config: Config, weights: PendingWeights
 ) -> tuple[registry.Engine, models.Tokenizer]:
-    """The engine of [engine] with the weights of a weight version, and the tokenizer.
+    """The engine of [engine] with the weights of a version, and the tokenizer.
 
-    Raises ConfigError for adapters that do not belong to `model.name`, and for untrusted code;
-    StoreError if the files of the model cannot be loaded.
+    Raises ConfigError for adapters of another model and for untrusted code; StoreError if the files
+    of the model cannot be loaded.
     """
     version = weights.version
     update = weight_update(weights)
@@ -81,26 +81,22 @@ def make_live_engine(
 
 def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]:
     """The engine of this machine for the model in `folder`, if that is known, and the reason."""
-    seed = config.run.seed
-    samplings = [make_sampling(config, env, seed=seed) for env in config.environments]
-    samplings += [make_eval_sampling(config, env, seed=seed) for env in config.eval_environments]
     return choice.choose_engine(
         config.engine.name,
         engine_settings(config),
-        samplings=samplings,
+        samplings=all_samplings(config),
         folder=folder,
         merges_adapters=config.lora.rank is not None,
     )
 
 
 def engine_settings(config: Config) -> EngineSettings:
-    """The settings with which an engine is opened."""
     model = config.model.model_dump(include={"device", "dtype", "trust_remote_code"})
     return EngineSettings(**model, **config.engine.model_dump(exclude={"name"}))
 
 
 def settings_with_turns(config: Config) -> EngineSettings:
-    """The settings with which the engine of a run is opened, whose tasks may have turns."""
+    """The settings of the engine of a run, whose tasks may have turns."""
     environments = (*config.environments, *config.eval_environments)
     keeps_turns = config.task.max_turns > 1 and any(map(_may_have_turns, environments))
     return replace(engine_settings(config), keeps_turns=keeps_turns)
@@ -115,7 +111,6 @@ def _may_have_turns(env: EnvSection) -> bool:
 
 
 def weight_update(weights: PendingWeights) -> WeightUpdate:
-    """A weight version as an engine applies it."""
     version = weights.version
     return WeightUpdate(
         version.step,
@@ -135,8 +130,7 @@ def base_dtype(version: Version) -> str:
 def base_folder(config: Config, version: Version) -> Path:
     """The folder of `model.name`, the base model of a version that has only adapters.
 
-    Raises ConfigError if the version's manifest has the digest of other base weights, or a format
-    for them that this program does not have.
+    Raises ConfigError if the version is for other base weights, or for an unknown format.
     """
     frozen_base.check_base_dtype(base_dtype(version))
     folder = models.model_folder(config.model.name)
@@ -150,7 +144,7 @@ def base_folder(config: Config, version: Version) -> Path:
 
 
 def make_sampling(config: Config, env: EnvSection | None = None, *, seed: int) -> Sampling:
-    """The sampling parameters of rollouts for training: of [sampling], or of an environment."""
+    """The sampling parameters of training: of [sampling], or of an environment."""
     section = config.sampling if env is None else config.sampling_of(env)
     return Sampling(
         **section.model_dump(exclude={"num_generations", "stop", "max_completion_length"}),
@@ -186,8 +180,14 @@ def make_eval_sampling(config: Config, env: EnvSection | None = None, *, seed: i
     return replace(sampling, **own)
 
 
+def all_samplings(config: Config) -> list[Sampling]:
+    """The sampling parameters of all environments, of training and evaluation."""
+    return [make_sampling(config, env, seed=0) for env in config.environments] + [
+        make_eval_sampling(config, env, seed=0) for env in config.eval_environments
+    ]
+
+
 def group_sampling(config: Config, *, seed: int) -> Callable[[Problem], GroupSampling]:
-    """How many completions of a problem are sampled for training, and how."""
     default = GroupSampling(config.sampling.num_generations, make_sampling(config, seed=seed))
     own = {
         env.label: GroupSampling(
@@ -200,7 +200,6 @@ def group_sampling(config: Config, *, seed: int) -> Callable[[Problem], GroupSam
 
 
 def eval_group_sampling(config: Config, *, seed: int) -> Callable[[Problem], GroupSampling]:
-    """How many completions of a held-out problem are sampled, and how."""
     default = GroupSampling(config.eval.rollouts_per_example, make_eval_sampling(config, seed=seed))
     own = {
         env.label: GroupSampling(

@@ -46,9 +46,7 @@ from peralta_zmq.rollout import Message, Problem, Rollout
 from peralta_zmq.signatures import Signature, call_error
 
 logger = logging.getLogger(__name__)
-VERIFIER_QUEUE = 256  # completions that may wait for a reward worker of a verifier
 OWN_REWARD = "task"  # in task.reward: the reward function of the task
-SFT_SHARE = 8  # rollouts of a step for each demonstration of loss.sft_file
 
 
 def open_environments(
@@ -56,9 +54,8 @@ def open_environments(
 ) -> Environments:
     """All environments of a split, with at most `limit` problems each; -1 = no limit.
 
-    For an environment with `env.address`, the verifiers at these addresses supply problems and
-    rewards. With `local` True, as in the verifier itself, the address is ignored. Shows a progress
-    bar if loading takes long. Raises ConfigError or TaskError.
+    The verifiers at `env.address` supply problems and rewards, unless `local`, as in the verifier
+    itself. Shows a progress bar if loading takes long. Raises ConfigError or TaskError.
     """
     sections = config.environments if split == "train" else config.eval_environments
     sizes: dict[str, int] = {}
@@ -68,11 +65,10 @@ def open_environments(
     pool = make_reward_pool(config, is_verifier=local)
     for env in sections:
         is_remote = env.address is not None and not local
-        source = (
-            _remote_environment(config, env)
-            if is_remote
-            else registry.resolve("task", env.task_name)
-        )
+        if is_remote:
+            source = _remote_environment(config, env)
+        else:
+            source = registry.resolve("task", env.task_name)
         loaded = load_problems(
             source.problems,
             split,
@@ -80,7 +76,7 @@ def open_environments(
             options={} if is_remote else env.data_options,  # a verifier uses its own config's
             wrap=functools.partial(track, f"loading {env.label}"),
         )
-        loaded = loaded[: None if limit < 0 else limit]
+        loaded = loaded if limit < 0 else loaded[:limit]
         if isinstance(source, RemoteEnvironment):
             reward_sources[env.label] = source
             if source.has_turns:
@@ -102,7 +98,6 @@ def open_environments(
 
 
 def _template_variables(env: EnvSection, schemas: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Variables of the chat template, with the schemas of the task's tools."""
     return {**env.chat_template_kwargs, **({"tools": list(schemas)} if schemas else {})}
 
 
@@ -116,13 +111,12 @@ def _remote_environment(config: Config, env: EnvSection) -> RemoteEnvironment:
 
 
 def make_reward_pool(config: Config, *, is_verifier: bool) -> RewardPool:
-    """The pool of processes that call reward functions of this machine's environments."""
     section = config.task
     spare_cores = models.available_cores() // config.run.num_workers
     return RewardPool(
         num_workers=section.reward_workers or max(1, spare_cores),
         timeout_seconds=section.reward_timeout,
-        queue_limit=VERIFIER_QUEUE if is_verifier else config.engine.slots,
+        queue_limit=256 if is_verifier else config.engine.slots,  # waiting completions
     )
 
 
@@ -169,7 +163,7 @@ def make_demonstrations(
     return Demonstrations(
         rollouts=rollouts,
         weight=section.sft_weight,
-        batch_size=max(1, config.train.batch_size // SFT_SHARE),
+        batch_size=max(1, config.train.batch_size // 8),  # one for eight rollouts
         seed=config.run.seed,
         compute_logprobs=scorer,
         packing=Packing(max_tokens=limit, share_prompts=scorer.packs),
@@ -179,14 +173,14 @@ def make_demonstrations(
 def _tool_schemas(config: Config, env: EnvSection) -> Sequence[Mapping[str, Any]]:
     """The schemas of the tools of an environment, as in its rollouts.
 
-    Loads a problem if the schemas are known only then. Raises ConfigError or TaskError.
+    Raises ConfigError or TaskError.
     """
     if env.address is not None:
         with closing(_remote_environment(config, env)) as remote:
             remote.problems("train", config.run.seed)
         return remote.schemas
     task = registry.resolve("task", env.task_name)
-    if hasattr(task, "tool_schemas"):
+    if hasattr(task, "tool_schemas"):  # which may be known after loading
         next(iter(task.problems("train", config.run.seed, **env.data_options)), None)
     turns = turns_of(task)
     return turns.schemas if turns else ()
@@ -200,8 +194,8 @@ def make_reward_functions(
 ) -> list[RewardFunction]:
     """The reward functions of an environment with their options and weights.
 
-    `example` is one of its problems, whose fields the functions can have as parameters. Raises
-    ConfigError for functions that cannot be imported or called, and for options of no function.
+    They may have the fields of `example`, a problem, as parameters. Raises ConfigError for
+    functions that cannot be imported or called, and for options of no function.
     """
     has_turns = config.task.max_turns > 1 and turns_of(task) is not None
     length = config.engine.max_model_len if has_turns else config.max_completion_length_of(env)
@@ -283,8 +277,7 @@ def _group_options(
 ) -> dict[str, Any]:
     """The options of a function with TRL's signature.
 
-    Raises ConfigError for an option that the function does not have, and for a parameter that
-    neither the options nor the fields of the problem supply.
+    Raises ConfigError for unknown options, and for parameters that nothing supplies.
     """
     signature = Signature(function)
     available = group_arguments(example, ["text"], [()])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import parse_object
-from peralta_zmq.build.engines import make_eval_sampling, make_sampling
+from peralta_zmq.build.engines import all_samplings
 from peralta_zmq.build.environments import open_environments
 from peralta_zmq.build.memory_checks import MemoryPlanner
 from peralta_zmq.config import FITTED, Config, is_set, with_settings
@@ -29,8 +29,6 @@ MAX_COMPLETION = 1024  # tokens
 
 
 class FittedConfig(NamedTuple):
-    """Settings of a run, and why the program chose some of them."""
-
     config: Config
     reasons: Mapping[str, str]  # by setting, such as train.learning_rate
 
@@ -72,9 +70,7 @@ def fit_settings(
         "a group of each training problem" if is_small else f"whole groups of {group}",
     )
     choose("sampling.max_completion_length", *_completion_length(config, lengths))
-    samplings = [make_sampling(config, env, seed=0) for env in config.environments]
-    samplings += [make_eval_sampling(config, env, seed=0) for env in config.eval_environments]
-    completion = max(sampling.max_completion_length for sampling in samplings)
+    completion = max(sampling.max_completion_length for sampling in all_samplings(config))
     if lengths.has_turns:  # room for four turns, with replies that are as long as completions
         completion *= 2 * min(config.task.max_turns, 4)
     length = min(_rounded(lengths.prompt + completion), lengths.context)

@@ -62,7 +62,6 @@ class MemoryPlanner:
         return cls(shape, machine)
 
     def plan(self, config: Config, role: Role) -> Plan:
-        """The plan of a role."""
         return self._function(config, role)(config)
 
     def advise(self, config: Config, role: Role, *, limit: float | None = None) -> Advice:
@@ -141,7 +140,6 @@ def memory_errors(config: Config, role: Role) -> Generator[None]:
 
 
 def _out_of_memory_text(config: Config, role: Role, text: str) -> str:
-    """The message for an allocation that failed with `text`."""
     start = f"the {role} is out of memory ({text[:200]})"
     try:
         planner = MemoryPlanner.of(config, models.model_folder(config.model.name))
@@ -157,7 +155,6 @@ def _out_of_memory_text(config: Config, role: Role, text: str) -> str:
 
 
 def _remedy(planner: MemoryPlanner, config: Config, role: Role, limit: float) -> str:
-    """The settings that bring the plan below `limit`, with the numbers."""
     advice = planner.advise(config, role, limit=limit)
     hint = f"{program_name('doctor')} plan{files_given()} shows all"
     if advice.plan is None:

@@ -58,12 +58,10 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Bytes at the peak."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the limit."""
         return self.peak <= self.limit
 
 
@@ -83,7 +81,6 @@ def gib(num_bytes: float) -> str:
 
 
 def workload_of(config: Config, shape: ModelShape, machine: Machine) -> Workload:
-    """The tokens of a training step."""
     length = min(config.engine.max_model_len, shape.max_positions)
     num_turns = config.task.max_turns if machine.keeps_turns else 1
     completion = min(num_turns * config.max_completion_length, length - 1)
@@ -230,7 +227,6 @@ def layer_bytes(shape: ModelShape, machine: Machine, keys: int) -> float:
 
 
 def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
-    """The memory of one generator."""
     number = NUMBER_BYTES[sampling_dtype(config, machine)]
     weights = number * shape.num_parameters
     if machine.engine == "mlx" and config.engine.quantize:  # codes, and two numbers per 64 weights
@@ -256,7 +252,6 @@ def sampling_dtype(config: Config, machine: Machine) -> str:
 
 
 def generator_fraction(config: Config, machine: Machine) -> float:
-    """Fraction of the memory that a generator may use."""
     default = 0.9 if machine.reserves_memory else 1.0  # vLLM's
     return config.engine.gpu_memory_utilization or default
 

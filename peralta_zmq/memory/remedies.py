@@ -37,13 +37,10 @@ class Attempt(NamedTuple):
 
     @property
     def options(self) -> str:
-        """The changes as options of the command line."""
         return _options_of([self])
 
 
 class Advice(NamedTuple):
-    """Settings that make a plan smaller."""
-
     attempts: Sequence[Attempt]
     options: str  # of the command line, with which the plan fits; empty if no setting is enough
     plan: Plan | None  # with these options

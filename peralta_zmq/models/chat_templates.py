@@ -26,8 +26,6 @@ from peralta_zmq.rollout import Message, Problem, Role
 # For a completion and for a reply; random, so that no message contains them.
 PLACEHOLDER = uuid4().hex
 REPLY = uuid4().hex
-TOKEN_CHARACTERS = (16, 128)  # of a token: more than the mean of any text, and the most
-PROMPTS_PER_CALL = 256  # a fast tokenizer distributes the prompts of a call over the cores
 
 
 def chat_prompt(
@@ -35,9 +33,9 @@ def chat_prompt(
 ) -> list[int]:
     """Token ids of a chat up to the assistant's turn.
 
-    `template_kwargs` are variables of the chat template, such as `tools`; by default, thinking is
-    disabled. Of a chat far above `limit` tokens (0 = none), which would take seconds, the result is
-    only a beginning above `limit`. Raises ConfigError if the template refuses the messages.
+    `template_kwargs` are variables of the chat template; by default, thinking is disabled. A chat
+    far above `limit` tokens (0 = none), which would take seconds, is cut above `limit`. Raises
+    ConfigError if the template refuses the messages.
     """
     try:
         text = _rendered(tokenizer, messages, template_kwargs, prompt=True)
@@ -50,7 +48,8 @@ def chat_prompt(
 def chat_prompts(tokenizer: Tokenizer, problems: Iterable[Problem]) -> Iterator[list[int] | str]:
     """The token ids of each problem's prompt, or the reason why the chat template refuses it."""
     unread = iter(problems)
-    while batch := list(islice(unread, PROMPTS_PER_CALL)):
+    # A fast tokenizer distributes the prompts of a call over the cores.
+    while batch := list(islice(unread, 256)):
         texts = list[str]()
         refusals = dict[int, str]()  # by index in the batch
         for index, problem in enumerate(batch):
@@ -77,10 +76,9 @@ def continuation_ids(
 ) -> list[int]:
     """Token ids between a sampled completion, the last of `messages`, and the next one.
 
-    They begin with the end of the assistant's turn (without the end token if `ended`: the
-    completion has one) and end with the prompt of the next turn. For templates that
-    `check_continuations` accepts. Raises RewardError if the template refuses the new messages or
-    does not append them.
+    They begin with the end of the assistant's turn (without the end token if the completion has
+    `ended` with it) and end with the prompt of the next turn. For templates that
+    `check_continuations` accepts. Raises RewardError if the template does not append the messages.
     """
     start = [*messages[:-1], Message("assistant", PLACEHOLDER)]
     marked = [replace(message, content=REPLY) for message in new_messages]
@@ -123,7 +121,7 @@ def _rendered(
 ) -> str:
     """The text of a chat, with the prompt of the assistant's turn if `prompt`.
 
-    Raises TemplateError, in one line, for any error in the code of the template.
+    Any error in the code of the template is a TemplateError.
     """
     variables: dict[str, Any] = {"enable_thinking": False, **template_kwargs}
     try:
@@ -151,7 +149,7 @@ def _to_dict(message: Message) -> dict[str, Any]:
 def _tokenized(tokenizer: Tokenizer, text: str, limit: int = sys.maxsize) -> list[int]:
     """The token ids of a text; of one far above `limit` tokens, a beginning above `limit`."""
     ids: list[int] = []
-    for characters in TOKEN_CHARACTERS:
+    for characters in (16, 128):  # of a token: more than the mean of any text, and the most
         part = text[: characters * limit]
         ids = tokenizer.encode(part, add_special_tokens=False)
         if part == text or len(ids) > 2 * limit:  # the end of a part may have other tokens
@@ -183,15 +181,13 @@ def check_template_kwargs(tokenizer: Tokenizer, problems: Iterable[Problem]) -> 
 def check_continuations(tokenizer: Tokenizer, problems: Iterable[Problem]) -> None:
     """Raise ConfigError if episodes of the problems cannot be continued token by token.
 
-    Messages must keep their text when others follow, apart from what precedes a completion within
-    its own turn (as Qwen3's empty reasoning block), and an end token must follow a completion.
-    Checks one problem of each task, with replies of the user and, if there are tools, with their
-    results.
+    Messages must keep their text when others follow, except before a completion within its own turn
+    (as Qwen3's empty reasoning block), and an end token must follow a completion. Checks one
+    problem of each task.
     """
     for problem in {problem.task: problem for problem in problems}.values():
-        roles: tuple[Role, ...] = ("user",)
-        if "tools" in problem.chat_template_kwargs:
-            roles = ("tool", "user")
+        has_tools = "tools" in problem.chat_template_kwargs
+        roles: list[Role] = ["tool", "user"] if has_tools else ["user"]
         for role in roles:
             if reason := _unstable(tokenizer, problem, role):
                 raise ConfigError(

@@ -30,7 +30,6 @@ MEMORY_TEXTS = (
     *("out of memory", "can't allocate memory"),
     *("Unable to allocate", "[metal::malloc]", "Insufficient Memory"),
 )
-MAX_INFO = 100  # characters kept of a value of worker_info; receivers accept 128
 
 
 def worker_info(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -43,9 +42,8 @@ def worker_info(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
         "dtype": str(dtype).removeprefix("torch."),
         "threads": str(torch.get_num_threads()),
     }
-    return {
-        name: value.encode("ascii", "replace").decode()[:MAX_INFO] for name, value in info.items()
-    }
+    # Receivers accept 128 characters.
+    return {name: value.encode("ascii", "replace").decode()[:100] for name, value in info.items()}
 
 
 def _version(package: str) -> str:
@@ -58,8 +56,8 @@ def _version(package: str) -> str:
 def use_threads(num_workers: int = 1, *, num_cores: int | None = None) -> int:
     """Limit torch to 1 / num_workers of the available cores, or OMP_NUM_THREADS if that is less.
 
-    Two torch processes of two threads each on two cores slow each other down tenfold: at each
-    barrier a process waits for a thread that has no core. Call before the first torch operation.
+    More threads than cores make processes tenfold slower, because each barrier waits for a thread
+    without a core. Call before the first torch operation.
     """
     threads = max(1, (num_cores or available_cores()) // max(1, num_workers))
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -94,8 +92,7 @@ def available_cores(root: Path = Path("/")) -> int:
 def _cgroups(root: Path) -> Iterator[Path]:
     """Folders of the process's cgroups, of version 1 and 2, and of those around them.
 
-    In a container, `root`/proc may have the machine's names; the container's own cgroup is then the
-    mounted folder itself.
+    In a container, `root`/proc may have the machine's names; its cgroup is then the mounted folder.
     """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
@@ -126,9 +123,9 @@ def choose_device(device: str = "auto") -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
+    return (
+        f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    )
 
 
 def choose_dtype(
@@ -166,8 +163,8 @@ def multiplies_bf16(cpuinfo: str) -> bool:
 def multiplies_bf16_faster(cpuinfo: str | None = None) -> bool:
     """Whether a CPU that multiplies bfloat16 does so faster than float32.
 
-    Intel's processors since Sapphire Rapids (which brought avx512_fp16) multiply bfloat16 with AMX.
-    Where a virtual machine hides AMX, vdpbf16ps has half the speed of float32.
+    Intel's since Sapphire Rapids (with avx512_fp16) do so with AMX. Where a virtual machine hides
+    AMX, vdpbf16ps has half the speed of float32.
     """
     words = set((_read_cpuinfo() if cpuinfo is None else cpuinfo).split())
     return not words >= {"GenuineIntel", "avx512_fp16"} or "amx_bf16" in words
@@ -188,7 +185,6 @@ def training_dtype_of(
 ) -> tuple[torch.dtype, str]:
     """Dtype of the trainer's matrix products, and the reason.
 
-    `auto` depends only on the machine and the model, so a restarted trainer chooses the same dtype.
     On a CPU, a model with a small hidden size loses more time in casts to bfloat16 than it gains.
     """
     if name != "auto":
@@ -213,10 +209,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def limit_memory(device: torch.device, fraction: float | None) -> None:
-    """Limit this process to a fraction of a GPU's memory; beyond it torch raises an error.
-
-    A CPU has no such limit: there `free_bytes` and the memory plan respect the fraction.
-    """
+    """Limit this process to a fraction of a GPU's memory; beyond it torch raises an error."""
     if fraction is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     if fraction is not None and device.type == "mps":
@@ -231,7 +224,7 @@ def total_bytes(device: torch.device) -> int:
 def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
     """Bytes that can be allocated; on a CPU also limited by the process's cgroup.
 
-    With `fraction`, at most what this process has left of this fraction of all bytes.
+    With `fraction`, at most what is left of this fraction of all bytes.
     """
     total, free, used = _memory(device)
     return free if fraction is None else max(0, min(free, int(fraction * total) - used))

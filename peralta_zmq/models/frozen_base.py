@@ -1,7 +1,7 @@
 """Frozen models, stored in a format of base_formats.py: bases of LoRA adapters, teachers.
 
-A trainer holds the base weights once, packed. A generator unpacks all of them, because it merges
-each adapter into the unpacked weights. The digest shows that both have equal ones.
+A trainer holds the base weights packed. A generator unpacks them, to merge adapters into them. The
+digest shows that both have equal ones.
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ def load_frozen_base(
 ) -> Model:
     """Load the model in `folder` for adapters, with its weights in the format `base_dtype`.
 
-    Packing needs memory for one weight at a time. Raises ConfigError as `load_model`, and for a
-    model whose weights cannot be packed.
+    Raises ConfigError as `load_model`, and for a model whose weights cannot be packed.
     """
-    cpu = torch.device("cpu")
-    packed = dict[str, PackedTensor]()
     if base_dtype in PACKED_FORMATS:
         model, packed = _load_packed(folder, base_dtype, trust_remote_code)
     else:
-        model = _load_bfloat16(folder, cpu, trust_remote_code)
+        model = _load_bfloat16(folder, torch.device("cpu"), trust_remote_code)
+        packed = dict[str, PackedTensor]()
     freeze(model, packed, device)
     return cast(Any, model).to(device)
 
@@ -59,10 +57,10 @@ def load_frozen_base(
 def load_teacher(
     name: str, *, policy: Model, policy_name: str, trust_remote_code: bool = False
 ) -> Model:
-    """Load the model `name`, frozen, as a teacher of `policy`, whose model name is `policy_name`.
+    """Load the model `name`, frozen, as a teacher of `policy`, the model `policy_name`.
 
-    In bfloat16 if all its files are, else in float32. Raises ConfigError if the vocabularies of the
-    tokenizers differ, or if the teacher has fewer logits than the policy.
+    In bfloat16 if all its files are, else in float32. Raises ConfigError if it has another
+    vocabulary, or fewer logits than the policy.
     """
     folder = model_folder(name)
     teacher_ids, policy_ids = (
@@ -114,8 +112,8 @@ def load_base_weights(
 ) -> BaseWeights:
     """Load the weights that a trainer with lora.base_dtype `base_dtype` computes with.
 
-    float32 ones are loaded in `dtype`; all others have bfloat16 values. Packed formats have the
-    names of the files, the others those of the model. Raises ConfigError as `load_frozen_base`.
+    float32 ones are loaded in `dtype`; all others have bfloat16 values. Raises ConfigError as
+    `load_frozen_base`.
     """
     if base_dtype not in PACKED_FORMATS:
         if base_dtype == "bfloat16":
@@ -124,11 +122,11 @@ def load_base_weights(
             trust = {"trust_remote_code": trust_remote_code}
             model = load_model(folder, device=device, dtype=dtype, **trust)
         return BaseWeights(weights_of(model), None)
-    architecture = _Architecture.of(folder, base_dtype, trust_remote_code)
+    _, linears = _architecture(folder, base_dtype, trust_remote_code)
     tensors = dict[str, Tensor]()
     checksums = dict[str, str]()
     for name, tensor in _read_tensors(folder):
-        if name in architecture.linears:
+        if name in linears:
             packed = pack(tensor, base_dtype)
             tensors[name] = packed.unpack().to(device)
             checksums[name] = packed.checksum()
@@ -157,51 +155,50 @@ def check_base_dtype(base_dtype: str) -> None:
 # Loading of packed weights.
 
 
-class _Architecture(NamedTuple):
-    model_class: type[Any]
-    config: Any
-    linears: frozenset[str]  # names of the weights of linear layers in the blocks
+def _architecture(
+    folder: Path, base_dtype: str, trust_remote_code: bool
+) -> tuple[Model, frozenset[str]]:
+    """The model without memory, and the names of the weights of linear layers in its blocks.
 
-    @classmethod
-    def of(cls, folder: Path, base_dtype: str, trust_remote_code: bool) -> _Architecture:
-        """The architecture of the model in `folder`; ConfigError if it cannot be packed."""
-        model = model_without_memory(folder, trust_remote_code=trust_remote_code)
-        linears = frozenset(
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            # A block is a module in a list of modules, whose name has its number.
-            if type(module) is nn.Linear and any(part.isdigit() for part in name.split("."))
+    Raises ConfigError if they cannot be packed.
+    """
+    model = model_without_memory(folder, trust_remote_code=trust_remote_code)
+    linears = frozenset(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        # A block is a module in a list of modules, whose name has its number.
+        if type(module) is nn.Linear and any(part.isdigit() for part in name.split("."))
+    )
+    names = {name for name in tensor_locations(folder) if not name.endswith(COMPUTED)}
+    unknown = sorted((names - model.state_dict().keys()) | (linears - names))
+    if unknown or not linears:
+        place = "files" if unknown and unknown[0] in names else "model"
+        reason = f"{unknown[0]} is only in the {place}" if unknown else "there are none"
+        raise ConfigError(
+            f"lora.base_dtype {base_dtype} packs the linear layers of the blocks, which must "
+            f"have equal names in transformers and in the files of {folder}: {reason}; use "
+            "lora.base_dtype bfloat16"
         )
-        names = {name for name in tensor_locations(folder) if not name.endswith(COMPUTED)}
-        unknown = sorted((names - model.state_dict().keys()) | (linears - names))
-        if unknown or not linears:
-            place = "files" if unknown and unknown[0] in names else "model"
-            reason = f"{unknown[0]} is only in the {place}" if unknown else "there are none"
-            raise ConfigError(
-                f"lora.base_dtype {base_dtype} packs the linear layers of the blocks, which must "
-                f"have equal names in transformers and in the files of {folder}: {reason}; use "
-                "lora.base_dtype bfloat16"
-            )
-        return cls(type(model), model.config, linears)
+    return model, linears
 
 
 def _load_packed(
     folder: Path, base_dtype: str, trust_remote_code: bool
 ) -> tuple[Model, dict[str, PackedTensor]]:
     """Load a model, and pack the weights of its linear layers, which get zeros without memory."""
-    architecture = _Architecture.of(folder, base_dtype, trust_remote_code)
+    empty, linears = _architecture(folder, base_dtype, trust_remote_code)
     packed = dict[str, PackedTensor]()
     state = dict[str, Tensor]()
     for name, tensor in _read_tensors(folder):
-        if name in architecture.linears:
+        if name in linears:
             packed[name] = pack(tensor, base_dtype)
             state[name] = torch.zeros((), dtype=torch.bfloat16).expand(tensor.shape)
         else:
             state[name] = tensor.to(torch.bfloat16, copy=True)
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
-        model, report = architecture.model_class.from_pretrained(
+        model, report = type(empty).from_pretrained(
             None,
-            config=architecture.config,
+            config=empty.config,
             state_dict=state,
             dtype=torch.bfloat16,
             output_loading_info=True,
@@ -211,10 +208,7 @@ def _load_packed(
 
 
 def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the files in a model folder.
-
-    Each tensor is a view of a mapped file, whose pages are released together with the tensor.
-    """
+    """Names and tensors of the files in a model folder, as views of mapped files."""
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
         for name, (path, name_in_file) in tensor_locations(folder).items():
             if not name.endswith(COMPUTED):

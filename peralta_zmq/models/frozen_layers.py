@@ -19,7 +19,6 @@ from peralta_zmq.models.base_formats import PackedTensor, digest_of
 from peralta_zmq.models.published_names import BASE_LAYER, LazyWeights, weights_of
 
 SCALES = ".packed_scales"  # end of the name of a packed layer's scales
-NUM_COMPARED = 8  # rows of an embedding
 logger = logging.getLogger(__name__)
 
 
@@ -64,31 +63,25 @@ def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
     scale = getattr(module, "embed_scale", None)
     if not isinstance(module, nn.Embedding) or not isinstance(scale, Tensor):
         return type(module) is nn.Embedding
-    ids = torch.arange(min(NUM_COMPARED, module.num_embeddings), device=module.weight.device)
+    ids = torch.arange(min(8, module.num_embeddings), device=module.weight.device)
     expected = embedding(ids, module.weight) * scale.to(module.weight.dtype)
     return torch.equal(module(ids), expected)
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer that is not trained, whose weight may be packed.
+    """A linear layer that is not trained; `weight` has the codes of a packed weight.
 
-    It computes in the dtype of autocast if enabled, else in that of its inputs, with bfloat16
-    values of the weight. `weight` has the codes of a packed weight.
+    It computes in the dtype of autocast if enabled, else in that of its inputs.
     """
 
     def __init__(self, layer: nn.Linear, weight: Tensor | PackedTensor) -> None:
         nn.Module.__init__(self)
         self.in_features = layer.in_features
         self.out_features = layer.out_features
-        self._base_dtype = "bfloat16"
-        codes = weight
-        scales = None
-        if isinstance(weight, PackedTensor):
-            self._base_dtype = weight.base_dtype
-            codes = weight.codes
-            scales = weight.scales
-        self.register_buffer("weight", cast(Tensor, codes))
-        self.register_buffer("packed_scales", scales)
+        is_packed = isinstance(weight, PackedTensor)
+        self._base_dtype = weight.base_dtype if is_packed else "bfloat16"
+        self.register_buffer("weight", weight.codes if is_packed else weight)
+        self.register_buffer("packed_scales", weight.scales if is_packed else None)
         bias = cast("Tensor | None", layer.bias)
         self.register_buffer("bias", None if bias is None else bias.detach().float())
 

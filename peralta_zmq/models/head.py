@@ -1,13 +1,12 @@
 """Logprobs and entropies of tokens from hidden states, without the logits of all tokens.
 
 The head multiplies hidden states [N, H] by its weight [V, H] to logits [N, V]. `head_logprobs`
-computes them for one chunk of the vocabulary at a time, and in the backward pass again. With chunks
-of the vocabulary each row of the weight is read once per pass, and its gradient is complete after
-one product; with chunks of tokens the whole gradient would be added to once per chunk.
+computes them for one chunk of the vocabulary at a time, and in the backward pass again. Each row of
+the weight is then read once per pass, and its gradient is complete after one product.
 
-If the weight is trained, up to `kept_bytes` of logits are kept for the backward pass, to save the
-second computation. With a frozen weight the gradient of a logprob with respect to the hidden state,
-weight[token] - sum(p weight), is computed in the forward pass.
+If the weight is trained, up to `kept_bytes` of logits are kept for the backward pass. With a frozen
+weight the gradient of a logprob with respect to the hidden state, weight[token] - sum(p weight), is
+computed in the forward pass.
 
 Letters in shapes: N tokens, V vocabulary, H hidden size, v tokens of a chunk of the vocabulary.
 """
@@ -30,7 +29,6 @@ from peralta_zmq.models.logprobs import (
     compute_dtype,
 )
 
-MIN_CHUNK = 512  # tokens of a chunk of the vocabulary; smaller matrix products are slower
 KEPT_BYTES = 256 << 20  # of logits, between the forward and the backward pass
 NO_GRADIENTS = (None,) * 8  # of the inputs after the hidden states
 # Smaller logits, and the logsumexp of none, are this; finite, because inf - inf is not a number.
@@ -49,12 +47,10 @@ def head_logprobs(
 ) -> Tensor:
     """Return log softmax(hidden @ weight.T / temperature) at `token_ids`, [1, N].
 
-    With `with_entropy` the result is [2, N]; the second row has the entropies of the softmax in
-    nats. The dtype of the products is that of autocast if enabled, else that of `hidden`; sums and
-    result are fp32, or float64 for a float64 `hidden`. A logit of -inf has probability 0.
-
-    The backward pass adds the gradient of a trained `weight` to `weight.grad`, so it must be
-    computed with `backward()`: `torch.autograd.grad` would return none.
+    With `with_entropy` the result is [2, N], with entropies of the softmax in nats. The dtype of
+    the products is that of autocast if enabled, else that of `hidden`; sums and result are fp32, or
+    float64 for a float64 `hidden`. A logit of -inf has probability 0. The backward pass adds to
+    `weight.grad`, so it must be computed with `backward()`, not with `torch.autograd.grad`.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -63,7 +59,8 @@ def head_logprobs(
     has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if chunk_tokens is None:
         limit = CHUNK_LOGITS.get(weight.device.type, DEFAULT_CHUNK_LOGITS)
-        chunk_tokens = max(MIN_CHUNK, limit // max(1, len(hidden)) // MIN_CHUNK * MIN_CHUNK)
+        # Multiples of 512: smaller matrix products are slower.
+        chunk_tokens = max(512, limit // max(1, len(hidden)) // 512 * 512)
     options = (dtype, with_entropy, has_gradient, chunk_tokens, kept_bytes)
     return cast(Tensor, _HeadLogprobs.apply(hidden, weight, token_ids, temperatures, *options))
 
@@ -173,9 +170,9 @@ class _HeadLogprobs(torch.autograd.Function):
 def sparse_embedding_gradient(model: Any) -> Generator[None, None, None]:
     """Save memory in the gradient of an input embedding that is tied to the head, on a CPU.
 
-    autograd would allocate two gradients [V, H] of the tied weight and add them: 0.6 GiB more for
-    Qwen3-0.6B. Instead a hook adds the gradients of the batch's tokens to the head's gradient. It
-    must be computed with `backward()`: `torch.autograd.grad` would return an incomplete one.
+    autograd would add two gradients [V, H] of the tied weight: 0.6 GiB more for Qwen3-0.6B. A hook
+    adds the gradients of the batch's tokens to the head's instead. It must be computed with
+    `backward()`: `torch.autograd.grad` would return an incomplete one.
     """
     embedding = model.get_input_embeddings()
     weight: Any = getattr(embedding, "weight", None)

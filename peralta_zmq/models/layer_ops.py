@@ -2,9 +2,8 @@
 
 transformers computes RMS norm (arXiv 1910.07467) with six operations and rotary embedding
 (RoFormer, arXiv 2104.09864) with five, each of which reads and writes whole rows. The C code of
-layer_ops.c makes one pass forward and one backward. Without it, RMS norm takes a few operations of
-torch, and rotary embedding is transformers'. The two ways round differently: `use_operators`
-chooses the way that a repeated step was taken.
+layer_ops.c makes one pass forward and one backward. The two ways round differently:
+`use_operators` chooses the way that a repeated step was taken.
 """
 
 from __future__ import annotations
@@ -142,9 +141,8 @@ def _norm_gradients(
 def replace_rotary(model: torch.nn.Module) -> int:
     """Let the attention of a transformers model on a CPU rotate with layer_ops.c.
 
-    Attention calls a function of its module: that is replaced, for all models of the family in this
-    process, if it has the code of Llama's. Calls that the C code does not support still go to it.
-    Returns the number of modules whose function was replaced, now or earlier.
+    Replaces the function of its Python module, for all models of the family in this process, if it
+    has the code of Llama's. Returns the number of modules with a replaced function.
     """
     num_replaced = 0
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):

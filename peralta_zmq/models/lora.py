@@ -44,10 +44,9 @@ def add_adapters(
     target_modules: Sequence[str] = (ALL_LINEAR,),
     seed: int = 0,
 ) -> None:
-    """Add adapters to linear layers, in place, and freeze all other parameters.
+    """Add adapters, which change no output yet, in place; freeze all other parameters.
 
-    A is random and B is 0, so the outputs do not change. Raises ConfigError without peft, and for
-    `target_modules` that are missing or not linear.
+    Raises ConfigError without peft, and for `target_modules` that are missing or not linear.
     """
     peft = _peft()
     config = peft.LoraConfig(
@@ -145,8 +144,7 @@ def merged_weights(
 ) -> LazyWeights:
     """Weights of `base` with the adapter added, in fp32 where it is; each is computed when read.
 
-    An adapter is added to the result of `base_in_fp32(name, weight)`. Raises ValueError if the
-    adapter does not fit `base`.
+    `base_in_fp32(name, weight)` converts a weight. Raises ValueError if the adapter does not fit.
     """
     for name in adapter:
         layer = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
@@ -171,10 +169,9 @@ def merged_weights(
 
 
 def _targets(model: Model, names: Sequence[str]) -> list[str]:
-    """Names of the layers that get adapters. Raises ConfigError for layers that cannot have one.
+    """Names of the layers that get adapters: linear, with a weight that is published by itself.
 
-    These are linear layers whose weight is published as a tensor of its own, so that receivers can
-    merge an adapter into it.
+    Raises ConfigError for other layers.
     """
     linear = linear_layers(model)
     if tuple(names) == (ALL_LINEAR,):

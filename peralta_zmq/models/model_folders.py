@@ -56,12 +56,10 @@ COMPUTED = (
 )
 CONVERTED_FORMATS = ("fp8", "mxfp4")  # quantized weights that transformers can convert
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
-MAX_CONFIG = 4 << 20  # bytes of a config file
-MAX_REASON = 400  # characters of transformers' error messages, which may list all its models
 
 
 def model_folder(name: str) -> Path:
-    """Folder of 'embedded', 'embedded_turns', a path, or a model in the Hugging Face cache.
+    """Folder of a shipped model, a path, or a model in the Hugging Face cache.
 
     Raises ConfigError if there is no such model; nothing is downloaded.
     """
@@ -113,8 +111,8 @@ def load_model(
 ) -> Model:
     """Load the causal language model in `folder`, or the text part of a multimodal model.
 
-    In evaluation mode. Raises ConfigError if transformers cannot load it, if its tensors are not
-    those of its config, or for custom Python code that is not trusted.
+    Raises ConfigError if transformers cannot load it, if its tensors are not those of its config,
+    or for custom Python code that is not trusted.
     """
     weight_files(folder)
     config = text_config(folder, trust_remote_code=trust_remote_code)
@@ -139,8 +137,7 @@ def text_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The config of the model in `folder`, or of the text part of a multimodal model.
 
     With trusted custom code, that of the whole model. Raises ConfigError for a config that cannot
-    be read, without a causal language model in transformers, or with a quantized format that
-    transformers does not convert.
+    be read or trained.
     """
     check_code(folder, trust_remote_code=trust_remote_code)
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
@@ -187,8 +184,8 @@ def model_without_memory(folder: Path, *, trust_remote_code: bool = False) -> Mo
 def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any]:
     """The config.json of models that are trained from the model in `folder`.
 
-    A multimodal model is published as a text model, and a quantized one with full weights. `dtype`
-    is that of the tensors, if another one than in `folder`. Raises ConfigError, as `text_config`.
+    A multimodal model is published as a text model, and a quantized one with full weights, in
+    `dtype`, or that of `folder`. Raises ConfigError, as `text_config`.
     """
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
         config: dict[str, Any] = read_config_file(folder / "config.json")
@@ -214,7 +211,7 @@ def published_config(folder: Path, *, dtype: str | None = None) -> dict[str, Any
 def check_tensors(folder: Path, model: Model, report: Mapping[str, Any]) -> None:
     """Raise ConfigError if the tensors in `folder` are not those of the model's config.
 
-    `report` is transformers' loading info: it initializes missing tensors at random. Tensors of
+    transformers initializes missing tensors at random; `report` is its loading info. Tensors of
     other parts, such as an image encoder, are permitted.
     """
     modules = dict(model.named_modules())
@@ -251,17 +248,13 @@ def max_positions(model: Model) -> int:
 
 
 def forward_options(model: Model) -> frozenset[str]:
-    """Names of the parameters of a model's forward pass, such as logits_to_keep."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False, needs_template: bool = True
 ) -> Tokenizer:
-    """Load the tokenizer in `folder`.
-
-    Raises ConfigError if it has no chat template and `needs_template`, and as `load_model`.
-    """
+    """Load the tokenizer in `folder`; ConfigError as `load_model`, or without a chat template."""
     check_code(folder, trust_remote_code=trust_remote_code)
     # transformers reads this file, too, and would report it as a damaged tokenizer.
     with (
@@ -294,12 +287,12 @@ def check_code(folder: Path, *, trust_remote_code: bool) -> None:
             )
 
 
-def read_config_file(file: Path) -> dict[str, Any]:
+def read_config_file(file: Path, *, max_bytes: int = 4 << 20) -> dict[str, Any]:
     """The JSON object in a file; OSError, or ValueError if it is damaged or too large."""
     with file.open("rb") as opened:
-        content = opened.read(MAX_CONFIG + 1)
-    if len(content) > MAX_CONFIG:
-        raise ValueError(f"{file.name} has more than {MAX_CONFIG} bytes")
+        content = opened.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"{file.name} has more than {max_bytes} bytes")
     return parse_object(content)
 
 
@@ -307,7 +300,7 @@ def read_config_file(file: Path) -> dict[str, Any]:
 def model_loading_errors(message: str) -> Generator[None]:
     """Turn what libraries raise for bad files into ConfigError with `message`.
 
-    Raises OutageError at a limit of threads or open files.
+    At a limit of threads or open files it is OutageError.
     """
     try:
         yield
@@ -321,7 +314,8 @@ def model_loading_errors(message: str) -> Generator[None]:
         if limit := limit_text(error):
             raise OutageError(f"{message} now: {limit}") from None
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{message}: {reason:.{MAX_REASON}}") from None
+        # transformers may list all its models.
+        raise ConfigError(f"{message}: {reason:.400}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -336,10 +330,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_weights(folder: Path) -> LazyWeights:
-    """The tensors in the safetensors files of a model folder, read when accessed.
+    """The tensors of a model folder, read when accessed; ConfigError if files are bad.
 
-    Of a multimodal model only the text part, under the names of a text model. Raises ConfigError if
-    there is no file, or a damaged one.
+    Of a multimodal model only the text part, under the names of a text model.
     """
     locations = tensor_locations(folder)
     files = {file for file, _ in locations.values()}
@@ -403,10 +396,7 @@ def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -
 
 
 def check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless `weights` are floats of these names and shapes.
-
-    Whether the values are finite takes longer: a generator checks it before it pauses sampling.
-    """
+    """Raise ValueError unless `weights` are floats of these names and shapes."""
     if different := sorted(shapes.keys() ^ weights.keys()):
         raise ValueError(f"tensor names differ, first {different[0]}")
     for name, shape in shapes.items():

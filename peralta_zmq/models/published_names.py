@@ -52,8 +52,8 @@ class LazyWeights(Mapping[str, Tensor]):
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the model (not copies) by their `save_pretrained` names, tied ones once.
 
-    Tensors of experts are views of the model's fused tensor. If an architecture needs copies (HRM,
-    Inkling), all tensors have the names of the modules.
+    Experts are views of a fused tensor. If that is impossible (HRM, Inkling), all tensors have the
+    names of the modules.
     """
     names = dict[int, str]()  # by address
     state = model.state_dict()
@@ -75,7 +75,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def linear_layers(model: nn.Module) -> dict[str, str]:
     """Linear layers whose weight is published and not tied: name in the model -> published name.
 
-    Without those of adapters; a layer with an adapter has its name in the base model.
+    A layer with an adapter has its name in the base model.
     """
     names = {each.data_ptr(): _layer(name) for name, each in weights_of(model).items()}
     layers = {

@@ -22,9 +22,8 @@ def grid_noise(weights: Tensor, dtype: torch.dtype, *, seed: str) -> Tensor:
     """int16 noise for `off_grid`, of the shape of `weights`, which depends on `seed`.
 
     It is 0 for zeros, infinities and NaN, for weights that are not on the grid of `dtype`, and for
-    a `dtype` of 32 bits. It is uniform over the integers that fp32 numbers are in memory: adjacent
-    numbers have adjacent integers, also across a power of two, below which the grid is finer, so
-    that an update has the same mean effect upwards and downwards.
+    a `dtype` of 32 bits. It is uniform over the integers that fp32 numbers are in memory, so that
+    an update has the same mean effect upwards and downwards.
     """
     noise = torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
     if dtype in MORE_BITS:

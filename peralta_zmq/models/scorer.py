@@ -1,13 +1,12 @@
 """Differentiable logprobs of packed token sequences: the trainer's forward pass.
 
-A packed row is several prefix trees, one after the other, in which a token attends only to itself
-and its ancestors (tree_attention.py). If a model cannot compute packed rows correctly, each
-sequence becomes a row of its own, padded to the longest sequence.
+A packed row is several prefix trees (tree_attention.py). If a model cannot compute packed rows
+correctly, each sequence becomes a row of its own, padded to the longest sequence.
 
 The hidden state at a token predicts the next token of the sequence. Only this module accounts for
-this shift: it takes the hidden state at the predecessor of each token. During a forward pass, the
-output head of the model is replaced by `head_logprobs` (head.py), so that it returns logprobs; a
-model for which this is not correct computes whole logits.
+this shift: it takes the hidden state at the predecessor of each token. During a forward pass,
+`head_logprobs` (head.py) replaces the output head, so that the model returns logprobs; a model for
+which this is not correct computes whole logits.
 """
 
 from __future__ import annotations
@@ -39,13 +38,11 @@ from peralta_zmq.models.tree_attention import (
 )
 from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
-TOLERANCE = 1e-3  # largest difference in fp32 from the logprobs of each sequence alone
 # A row of sequences to compare; its first tree branches inside a completion.
 TRIAL_TREES = (
     PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3), TreeSpan(5, 4))),
     PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 6))),
 )
-TRIAL_SCORED = 32  # tokens of a sequence that are compared, evenly spaced
 # Types of layers in which tokens exchange values only by attention.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Settings in a config with a number of tokens from which on a model may compute differently.
@@ -58,11 +55,10 @@ TRIAL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError
 class Scorer:
     """Computes the logprobs of tokens in packed rows under one model.
 
-    With `dtype` float32 the model computes in fp32; any other dtype is used by autocast, with fp32
-    weights. `padding_reason` says why sequences are padded, `whole_logits_reason` why whole logits
-    are computed; both are empty for the fast way. They are found by a comparison with the logprobs
-    of each sequence alone, among them one that is longer than the windows of the model, if those
-    are shorter than `max_length`. Raises ConfigError if no way agrees.
+    A `dtype` other than float32 is used by autocast, with fp32 weights. `padding_reason` says why
+    sequences are padded, `whole_logits_reason` why whole logits are computed; both are empty for
+    the fast way. They are found by a comparison with the logprobs of each sequence alone, among
+    them one that is longer than windows below `max_length`. Raises ConfigError if no way agrees.
     """
 
     def __init__(
@@ -279,7 +275,8 @@ class Scorer:
                 if parent < 0 and len(tree.spans) > 1:  # a prefix of the next sequences
                     continue
                 path = torch.from_numpy(start + layout.path(span)).to(token_ids.device)
-                kept = torch.linspace(0, len(path) - 2, min(len(path) - 1, TRIAL_SCORED)).long()
+                # At most 32 tokens, evenly spaced.
+                kept = torch.linspace(0, len(path) - 2, min(len(path) - 1, 32)).long()
                 options = {"logits_to_keep": kept} if self._has_logits_to_keep else {}
                 logits = self._model(token_ids[path][None], use_cache=False, **options).logits[0]
                 logits = logits if self._has_logits_to_keep else logits[kept]
@@ -301,7 +298,7 @@ class Scorer:
             return _first_line(error)
         finally:
             self._dtype = dtype
-        if torch.allclose(found, trial.logprobs, rtol=0, atol=TOLERANCE, equal_nan=True):
+        if torch.allclose(found, trial.logprobs, rtol=0, atol=1e-3, equal_nan=True):
             return ""
         gap = float((found - trial.logprobs).abs().max())
         return f"logprobs of random tokens differ by {gap:.2g}"
@@ -358,7 +355,7 @@ def _padded_layout(
 def set_checkpointing(model: Model, *, enabled: bool) -> None:
     """Let the model store only each layer's input and recompute the layer, or all activations.
 
-    Older releases of transformers 5 call this gradient checkpointing, newer ones deprecate that.
+    Newer releases of transformers 5 call this activation checkpointing.
     """
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if enabled:

@@ -43,7 +43,6 @@ def end_token_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, list[int]
 
 
 def folder_end_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end a completion: all that a source names."""
     return sorted(set().union(*end_token_sources(folder, tokenizer).values()))
 
 
@@ -72,7 +71,6 @@ def special_ids(tokenizer: Tokenizer) -> set[int]:
 
 
 def _token_ids(value: object) -> list[int]:
-    """The token ids in a setting such as eos_token_id: None, a number or a list."""
     values = cast("Sequence[object]", value if isinstance(value, (list, tuple)) else [value])
     return [each for each in values if type(each) is int and each >= 0]
 
@@ -115,8 +113,8 @@ def companion_files(
 ) -> dict[str, bytes]:
     """The config, tokenizer and processor files of models trained from that in `folder`, by name.
 
-    config.json is `published_config`, and the generation config gets the end tokens of all sources.
-    Leaves out files with names that receivers refuse.
+    The generation config gets the end tokens of all sources. Leaves out names that receivers
+    refuse.
     """
     vocabulary = set(tokenizer.vocab_files_names.values())
     paths = {

@@ -6,11 +6,10 @@ token attends only to itself and its ancestors in its tree.
 
 A small tree is computed as a whole, with a mask. With K long completions this takes about K times
 the work that the sequences need. In larger trees the tokens of each span therefore attend to a copy
-of the keys on their path, from the root of the tree to the end of the span, unless short
-completions after a long prompt would need too many copies.
+of the keys on their path from the root, unless that needs too many copies.
 
-A model may mask more tokens, for example outside a sliding window. transformers describes a mask by
-a function of the indices of query and key; here it gets the positions in the sequence.
+A model may mask more tokens, for example outside a sliding window, by a function of the indices of
+query and key; here it gets the positions in the sequence.
 """
 
 from __future__ import annotations
@@ -37,12 +36,14 @@ MATMUL_LENGTHS = range(128, 513)  # numbers of keys for which matmuls beat SDPA 
 # Options of an attention that `_attention` follows, or that its mask contains.
 KNOWN_OPTIONS = ("scaling", "sliding_window", "position_ids", "is_causal", "use_cache")
 WHOLE_TREE = 256  # a tree of at most this number of tokens is computed as a whole
-MAX_COPIES = 2.0  # copies per key; with more, a tree is computed as a whole to save memory
 
 
 def attends_by_span(num_tokens: int, path_tokens: float) -> bool:
-    """Whether the spans of a tree, whose paths have `path_tokens`, are computed one by one."""
-    return num_tokens > WHOLE_TREE and path_tokens <= MAX_COPIES * num_tokens
+    """Whether the spans of a tree, whose paths have `path_tokens`, are computed one by one.
+
+    With more than two copies per key, a tree is computed as a whole to save memory.
+    """
+    return num_tokens > WHOLE_TREE and path_tokens <= 2 * num_tokens
 
 
 class TreeLayout:
@@ -197,7 +198,6 @@ def _attention(
     """Attention of a packed row, as a function for transformers.
 
     Outside of `packed_row` it is the original attention: an engine may sample from the same model.
-    A backward pass may compute a layer again outside of it.
     """
     if not isinstance(attention_mask, PackedLayout):
         if _layout.get() is not None:
