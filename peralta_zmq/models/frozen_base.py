@@ -196,7 +196,7 @@ def _load_packed(
         else:
             state[name] = tensor.to(torch.bfloat16, copy=True)
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
-        model, report = type(empty).from_pretrained(
+        model, report = cast(Any, type(empty)).from_pretrained(
             None,
             config=empty.config,
             state_dict=state,

@@ -11,10 +11,9 @@ import torch
 from engine_data import completed
 from sample_data import group_of, tiny_model
 
-from peralta_zmq import build, models, registry
+from peralta_zmq import build, models
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native.native_engine import native_engine
-from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, Rollout, Sampling, rollout_of
 
@@ -73,26 +72,6 @@ def test_engine_logprobs_equal_trainer_logprobs_across_weight_changes() -> None:
 def learned(config: Config, model: Any, rollouts: tuple[Rollout, ...]) -> dict[str, float]:
     group = dataclasses.replace(group_of([1, 0]), rollouts=rollouts)
     return build.make_learner(config, model).learn([group]).metrics
-
-
-def reward_functions(config: Config) -> Any:
-    (env,) = config.environments
-    task = registry.resolve("task", env.task_name)
-    return build.make_reward_functions(config, env, task, example=next(task.problems("eval", 0)))
-
-
-def test_unknown_reward_kwargs_are_refused() -> None:
-    config = config_of("--task.reward-kwargs", '{"longest": 3}')
-    with pytest.raises(
-        ConfigError, match=r"task\.reward_kwargs do not fit the reward function: got an unex"
-    ):
-        reward_functions(config)
-
-
-def test_only_bounded_rewards_run_in_this_process() -> None:
-    named = config_of("--task.reward=peralta_zmq.environments.calculator:reward")
-    assert reward_functions(config_of())[0].is_bounded
-    assert not reward_functions(named)[0].is_bounded
 
 
 def test_reward_workers_share_the_cores_with_other_processes(

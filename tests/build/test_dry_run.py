@@ -211,14 +211,6 @@ def test_prompt_that_the_template_refuses_is_named(
     assert f"; {remedy}" in line
 
 
-def test_only_the_refused_rows_are_named(
-    config_with: Callable[..., Config], tmp_path: Path
-) -> None:
-    name = model(tmp_path / "m", template=ALTERNATING + CHAT)
-    line = refusal(config_with([*users("1"), [("user", "1"), ("user", "2")]], name))
-    assert "1 of 2 prompts are refused by the chat template: row 2 (" in line
-
-
 @pytest.mark.parametrize("template", ["Question:\n", "{{ messages[0].role }}"])
 def test_template_that_ignores_the_message_is_refused(
     config_with: Callable[..., Config], tmp_path: Path, template: str

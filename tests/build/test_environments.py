@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from config_files import load_toml, toml_refusal
 
 from peralta_zmq.build import open_environments
-from peralta_zmq.config import Config, earlier_config, load_config, write_resolved
+from peralta_zmq.config import earlier_config, load_config, write_resolved
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe import terminal
@@ -25,19 +26,6 @@ address = "http://127.0.0.1:5560"
 """
 
 
-def load(folder: Path, text: str, *arguments: str) -> Config:
-    file = folder / "x.toml"
-    file.write_text(text)
-    return load_config("bin/x", ["@", str(file), *arguments])
-
-
-def error_of(folder: Path, text: str, *arguments: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(folder, text, *arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_task_and_data_sections_are_one_environment() -> None:
     config = load_config("bin/x", ["--task.name", "countdown", "--data.train", "my.csv"])
     assert config.environments == (EnvSection(task="countdown", train="my.csv"),)
@@ -46,13 +34,13 @@ def test_task_and_data_sections_are_one_environment() -> None:
 
 
 def test_environments_are_in_file_order(tmp_path: Path) -> None:
-    config = load(tmp_path, TWO, "--curriculum.env-ratios", "3,1")
+    config = load_toml(tmp_path, TWO, "--curriculum.env-ratios", "3,1")
     assert [env.label for env in config.environments] == ["calculator", "words"]
     assert config.curriculum.env_ratios == (3.0, 1.0)
 
 
 def test_eval_env_replaces_environments_of_evaluation(tmp_path: Path) -> None:
-    config = load(tmp_path, TWO + '[[eval.env]]\ntask = "countdown"\n')
+    config = load_toml(tmp_path, TWO + '[[eval.env]]\ntask = "countdown"\n')
     assert [env.label for env in config.eval_environments] == ["countdown"]
 
 
@@ -73,16 +61,16 @@ def test_slow_loading_shows_progress(
 
 def test_environments_survive_write_and_load(tmp_path: Path) -> None:
     text = TWO + '[[eval.env]]\ntask = "countdown"\n[curriculum]\nenv_ratios = [1, 2]\n'
-    config = load(tmp_path, text)
+    config = load_toml(tmp_path, text)
     write_resolved(config, tmp_path)
     assert load_config("bin/x", ["@", str(tmp_path / "config.toml")]) == config
 
 
 def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
-    write_resolved(load(tmp_path, TWO), tmp_path)
-    earlier_config(load(tmp_path, TWO.replace("5560", "5561")), tmp_path)
+    write_resolved(load_toml(tmp_path, TWO), tmp_path)
+    earlier_config(load_toml(tmp_path, TWO.replace("5560", "5561")), tmp_path)
     with pytest.raises(ConfigError, match="made with other settings: env"):
-        earlier_config(load(tmp_path, TWO.replace("math_10k", "math_1k")), tmp_path)
+        earlier_config(load_toml(tmp_path, TWO.replace("math_10k", "math_1k")), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -110,4 +98,4 @@ def test_resume_allows_new_address_but_not_new_data(tmp_path: Path) -> None:
 def test_invalid_environment_settings_are_refused_on_one_line(
     text: str, argument: str, line: str, tmp_path: Path
 ) -> None:
-    assert line in error_of(tmp_path, text, *([argument] if argument else []))
+    assert line in toml_refusal(tmp_path, text, *([argument] if argument else []))

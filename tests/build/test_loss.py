@@ -152,22 +152,6 @@ def test_masks_over_the_step_are_those_of_the_config() -> None:
     assert (row["masked/entropy"], row["masked/m2"], row["masked/mean"]) == (0.5, 1, 1)
 
 
-def test_demonstrations_are_chats_that_end_with_the_end_token(tmp_path: Path) -> None:
-    file = tmp_path / "demos.jsonl"
-    file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
-    config = config_of(f"--loss.sft-file={file}", "--loss.sft-weight=0.5")
-    model = models.load_model(models.EMBEDDED, device=torch.device("cpu"), dtype=torch.float32)
-    demonstrations = build.make_demonstrations(config, model, Scorer(model))
-    assert demonstrations is not None and demonstrations.weight == 0.5
-    (rollout,) = demonstrations.rollouts
-    tokenizer = models.load_tokenizer(models.EMBEDDED)
-    prompt = models.chat_prompt(tokenizer, [Message("user", "What is 2 + 3?")])
-    assert rollout.token_ids[~rollout.loss_mask].tolist() == prompt
-    completion = rollout.token_ids[rollout.loss_mask]
-    assert tokenizer.decode(completion[:-1].tolist()) == "2 + 3"
-    assert completion[-1] == tokenizer.eos_token_id
-
-
 def one_demonstration(folder: Path, *arguments: str) -> Rollout:
     file = folder / "demos.jsonl"
     file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
@@ -248,21 +232,6 @@ def test_demonstration_with_a_token_beyond_the_model_is_refused(tmp_path: Path) 
         build.make_learner(config_of(f"--loss.sft-file={file}"), tiny_model(vocab_size=8))
 
 
-def test_missing_file_of_demonstrations_is_refused(tmp_path: Path) -> None:
-    config = config_of(f"--loss.sft-file={tmp_path}/absent.csv")
-    with pytest.raises(TaskError, match=r"no data set or file .*absent\.csv"):
-        build.make_learner(config, tiny_model())
-
-
-def test_grpo_says_that_it_is_the_mean_over_rollouts(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="peralta_zmq.build"):
-        build.make_loss(config_of("--loss.name=grpo"))
-        build.make_loss(config_of("--loss.name=dapo"))
-    assert caplog.messages == [
-        "loss grpo: mean over rollouts, as in TRL; the mean over tokens is loss dapo"
-    ]
-
-
 REFUSED_OPTIONS = [
     ("--loss.delta=3",
      "loss.delta is not an option of loss 'reinforce'; remove it or set loss.name to grpo or "
@@ -293,31 +262,12 @@ def test_unknown_or_ineffective_options_are_refused(arguments: str, message: str
     make_objective(config_of(*arguments.split()[:-1]))  # valid without the last option
 
 
-@pytest.mark.parametrize(
-    "pull", ["--loss.kl-tau=0.1", "--loss.entropy-coef=0.1", "--loss.beta=0.1"]
-)
-def test_loss_without_advantages_needs_another_term(pull: str) -> None:
-    config_of("--loss.name=ref_kl", "--loss.teacher-tau=0", "--loss.kl-tau=0", pull)
-
-
 def test_entropy_bonus_is_the_mean_over_tokens() -> None:
     plain = build.make_loss(config_of())(tokens_of())[0].item()
     loss = build.make_loss(config_of("--loss.entropy-coef=0.1"))
     value, metrics = loss(tokens_of())
     assert value.item() == pytest.approx(plain - 0.1 * 2.5)
     assert metrics["entropy"].item() == 2.5
-
-
-def test_entropy_bonus_raises_the_entropy() -> None:
-    config = config_of("--loss.entropy-coef=10", "--train.dtype=float32", "--train.max-steps=9",
-                       "--train.learning-rate=0.01")  # fmt: skip
-    model = tiny_model(seed=3, tie_word_embeddings=False)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(12)
-    learner = build.make_learner(config, model)
-    rows = [learner.learn([group_of([1, 0, 0, 1])]).metrics for _ in range(4)]
-    entropies = [row["entropy"] for row in rows]
-    assert entropies == sorted(entropies) and entropies[-1] > entropies[0] + 0.01
 
 
 def test_normalized_terms_reach_the_advantages_with_their_weights(tmp_path: Path) -> None:
@@ -384,11 +334,6 @@ def test_enforced_filter_removes_rollouts_but_keeps_the_baseline() -> None:
     # a uniform guess among 64 gives -ln 64 to each token, nearly
     expected = -(2 / 3 * 4 - 1 / 3 * 2) / 6 * -4.158883
     assert enforced["loss"] == pytest.approx(expected, abs=0.05)
-
-
-def test_unknown_filter_is_refused_with_the_choices() -> None:
-    message = error_of(filters, "--filter.count=lengthy")
-    assert message.startswith("unknown filter 'lengthy'; choose one of gibberish, overlong, repet")
 
 
 # User functions.

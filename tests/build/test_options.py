@@ -11,10 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from config_files import load_toml
 from user_modules import UserModules
 
 from peralta_zmq import build
-from peralta_zmq.config import Config, load_config, write_resolved
+from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Message, Problem, Sampling
 
@@ -52,15 +53,10 @@ def tool_task(user_modules: UserModules) -> None:
     user_modules.write("own_tools", TOOL_TASK)
 
 
-def load(folder: Path, text: str) -> Config:
-    (folder / "x.toml").write_text(text)
-    return load_config("bin/x", ["@", str(folder / "x.toml")])
-
-
 def error_of(folder: Path, text: str) -> str:
     with (
         pytest.raises(ConfigError) as caught,
-        closing(build.open_environments(load(folder, text), "train")),
+        closing(build.open_environments(load_toml(folder, text), "train")),
     ):
         pass
     return str(caught.value)
@@ -78,7 +74,7 @@ def test_each_environment_has_its_own_arguments(tmp_path: Path) -> None:
     task = "own.sized"
     train = "other"
     """
-    with closing(build.open_environments(load(tmp_path, text), "train")) as environments:
+    with closing(build.open_environments(load_toml(tmp_path, text), "train")) as environments:
         assert dict(environments.sizes) == {"three": 3, "two": 2}
         questions = [problem.question for problem in environments.problems]
         assert questions == ["x 0", "x 1", "x 2", "other 0", "other 1"]
@@ -108,7 +104,7 @@ def test_unknown_argument_is_refused_with_the_nearest_name(
 
 
 def sampling_of(folder: Path, text: str) -> tuple[Sampling, Sampling]:
-    config = load(folder, text)
+    config = load_toml(folder, text)
     return build.make_sampling(config, seed=3), build.make_eval_sampling(config, seed=3)
 
 
@@ -143,7 +139,7 @@ def test_evaluation_has_its_own_temperature_and_length(tmp_path: Path) -> None:
 def test_completion_of_an_environment_fills_the_context_without_a_limit(tmp_path: Path) -> None:
     text = '[[env]]\ntask = "own.sized"\nsampling = { max_completion_length = "None" }\n'
     text += '[[env]]\nsampling = { top_k = 5, top_p = "None" }\n'
-    config = load(tmp_path, text + "[sampling]\nmax_completion_length = 48\n")
+    config = load_toml(tmp_path, text + "[sampling]\nmax_completion_length = 48\n")
     write_resolved(config, tmp_path)
     for each in (config, load_config("bin/x", ["@", str(tmp_path / "config.toml")])):
         own, other = (build.make_sampling(each, env, seed=3) for env in each.environments)
@@ -172,7 +168,7 @@ def problem_of(task: str) -> Problem:
 
 
 def test_environment_has_its_own_group_size_sampling_and_evaluation(tmp_path: Path) -> None:
-    config = load(tmp_path, TWO_GROUP_SIZES)
+    config = load_toml(tmp_path, TWO_GROUP_SIZES)
     own = Sampling(temperature=0.8, max_completion_length=100, stop=("END",), seed=3)
     train, evaluation = (
         make(config, seed=3) for make in (build.group_sampling, build.eval_group_sampling)
@@ -204,7 +200,7 @@ def test_environment_that_is_only_evaluated_has_its_own_evaluation(tmp_path: Pat
     max_completion_length = 48
     stop = "END"
     """
-    sampling_of = build.eval_group_sampling(load(tmp_path, text), seed=3)
+    sampling_of = build.eval_group_sampling(load_toml(tmp_path, text), seed=3)
     own = Sampling(temperature=0.5, top_p=0.9, max_completion_length=48, seed=3)
     assert sampling_of(problem_of("own.sized")) == (2, own)
     greedy = Sampling(temperature=0.0, max_completion_length=9, stop=("END",))
@@ -244,7 +240,7 @@ task = "own.sized"
 
 @pytest.mark.usefixtures("tool_task")
 def test_tools_of_a_task_are_rendered_and_called_for_its_problems_only(tmp_path: Path) -> None:
-    with closing(build.open_environments(load(tmp_path, TWO_TASKS), "train")) as environments:
+    with closing(build.open_environments(load_toml(tmp_path, TWO_TASKS), "train")) as environments:
         adding, sized, _ = environments.problems
         assert environments.has_turns(adding) and not environments.has_turns(sized)
         (schema,) = adding.chat_template_kwargs["tools"]

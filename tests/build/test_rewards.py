@@ -6,10 +6,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from config_files import load_toml
 from user_modules import UserModules
 
 from peralta_zmq.build import open_environments
-from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.reward_functions import RewardFunction
 from peralta_zmq.environments.reward_pool import LocalRewards
 from peralta_zmq.errors import ConfigError
@@ -35,13 +35,8 @@ def functions(user_modules: UserModules) -> None:
     user_modules.write("my_functions", FUNCTIONS)
 
 
-def load(folder: Path, text: str) -> Config:
-    (folder / "x.toml").write_text(text)
-    return load_config("bin/x", ["@", str(folder / "x.toml")])
-
-
 def functions_of(folder: Path, text: str) -> dict[str, tuple[RewardFunction, ...]]:
-    with closing(open_environments(load(folder, text), "eval")) as environments:
+    with closing(open_environments(load_toml(folder, text), "eval")) as environments:
         sources = environments.reward_sources
         assert all(isinstance(source, LocalRewards) for source in sources.values())
         return {name: source._functions for name, source in sources.items()}  # type: ignore[attr-defined]
@@ -115,6 +110,7 @@ def test_environment_without_reward_settings_has_those_of_task(tmp_path: Path) -
      "task.reward_weights has 2 numbers for 1 functions in task.reward"),
     ('reward_weights = [1]', "task.reward_weights has 1 numbers for 0 functions in task.reward"),
     ('reward = ["no_such.one"]', "reward 'no_such.one' cannot be imported"),
+    ("reward_kwargs = { longest = 3 }", r"task\.reward_kwargs do not fit the reward function: got"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, settings: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -124,7 +120,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, settings: str, mes
 def test_weights_of_an_environment_are_checked(tmp_path: Path) -> None:
     text = '[[env]]\nreward = ["task"]\nreward_weights = [1, 2]\n'
     with pytest.raises(ConfigError, match=r"env.reward_weights has 2 numbers for 1 functions"):
-        load(tmp_path, text)
+        load_toml(tmp_path, text)
 
 
 def test_length_limit_of_the_run_is_passed_on(tmp_path: Path) -> None:
@@ -149,5 +145,5 @@ def test_length_limit_of_all_turns_is_the_context(
 @pytest.mark.parametrize("name", ["instance", "partial", "short"])
 def test_callable_without_a_name_is_scored_in_a_worker(tmp_path: Path, name: str) -> None:
     text = f'[task]\nreward = ["my_functions:{name}"]\n'
-    with closing(open_environments(load(tmp_path, text), "eval")) as environments:
+    with closing(open_environments(load_toml(tmp_path, text), "eval")) as environments:
         assert environments.reward(environments.problems[0], "1 + 2") == 0.5

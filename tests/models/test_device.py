@@ -55,12 +55,6 @@ def test_multiplies_bf16_reads_x86_and_arm_flags(cpuinfo: str, has_bf16: bool) -
     assert multiplies_bf16(cpuinfo) == has_bf16
 
 
-def test_choose_dtype_reads_this_machine_s_cpuinfo() -> None:
-    cpuinfo = Path("/proc/cpuinfo")
-    has_bf16 = multiplies_bf16(cpuinfo.read_text("utf-8") if cpuinfo.exists() else "")
-    assert models.choose_dtype(CPU) == native_dtype("cpu", has_bf16=has_bf16)
-
-
 @pytest.mark.parametrize(
     ("hidden_size", "flags", "dtype", "reason"),
     [

@@ -338,18 +338,6 @@ def test_generator_start_rejects_a_base_with_other_values(
         make_engine(config, staged)
 
 
-def test_version_without_a_format_has_a_float32_base(
-    store: WeightStore, subscriber: WeightSubscriber
-) -> None:
-    config, model = trained("--lora.base-dtype=float32")
-    _, about = policy.version_files(config, models.EMBEDDED, model, tokenizer())
-    del about["adapts_dtype"]
-    version = store.publish(0, lora.published_weights(model), companions={}, about=about)
-    staged = subscriber.poll(timeout=20)
-    assert staged is not None and build.base_dtype(version) == "float32"
-    make_engine(config, staged)
-
-
 @pytest.mark.parametrize("damage", ["missing", "shape"])
 def test_adapter_of_wrong_shape_changes_nothing(
     damage: str, store: WeightStore, subscriber: WeightSubscriber
@@ -401,20 +389,14 @@ def test_final_weights_load_in_transformers_and_peft(tmp_path: Path) -> None:
     assert are_exact_logits(peft_model(ids).logits, model, ids)
 
 
-def test_final_weights_of_a_packed_base_are_merged_into_its_values(tmp_path: Path) -> None:
-    config, model = trained("--lora.base-dtype=nf4")
-    build.make_learner(config, model).learn(some_groups(1))
-    ids = torch.arange(3, 20)[None]
-    merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model, tokenizer())
-    whole = models.load_model(merged, device=torch.device("cpu"), dtype=torch.float32)
-    assert are_exact_logits(whole(ids).logits, model, ids)
-
-
-def test_merged_weights_stay_exact_when_loaded_without_a_dtype(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_merged_weights_stay_exact_when_loaded_without_a_dtype(
+    tmp_path: Path, base_dtype: str
+) -> None:
     shutil.copytree(models.EMBEDDED, base := tmp_path / "base")
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, "dtype": "bfloat16"}))
-    config, model = trained()
+    config, model = trained(f"--lora.base-dtype={base_dtype}")
     build.make_learner(config, model).learn(some_groups(1))
     merged = policy.export_adapter(config, tmp_path, base, model, models.load_tokenizer(base))
     ids = torch.arange(3, 20)[None]

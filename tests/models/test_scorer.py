@@ -9,7 +9,6 @@ from exactness import assert_as_exact
 from sample_data import VOCAB_SIZE, tiny_model
 from torch import Tensor
 
-from peralta_zmq import models
 from peralta_zmq.models.scorer import Scorer, set_checkpointing
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
@@ -100,14 +99,6 @@ def test_gradients_are_those_of_each_sequence_alone() -> None:
         lambda model: flat_gradient(model, weights * plainly(model, tokens)[0]),
         tiny_model(),
     )
-
-
-@torch.no_grad()
-def test_scorer_takes_a_temperature_per_token() -> None:
-    model, (tokens, scored) = tiny_model(), row()
-    few, temperatures = [1, 4, 9], torch.linspace(0.5, 2.0, len(SCORED))
-    ours = Scorer(model)(tokens, TREES, scored[few], temperature=temperatures[few])
-    assert_as_exact(ours, lambda model: plainly(model, tokens, temperatures)[0, few], tiny_model())
 
 
 @torch.no_grad()
@@ -228,16 +219,6 @@ def test_checkpointing_uses_the_name_of_older_transformers() -> None:
     set_checkpointing(model, enabled=True)
     set_checkpointing(model, enabled=False)
     assert model.options == [{"use_reentrant": False}, None]
-
-
-def test_training_dtype_of_narrow_model_is_float32_on_cpu() -> None:
-    dtype, reason = models.training_dtype(tiny_model())
-    assert dtype == torch.float32 and reason.startswith("auto: ")
-
-
-def test_named_training_dtype_is_used() -> None:
-    chosen = models.training_dtype(tiny_model(), "bfloat16")
-    assert chosen == (torch.bfloat16, "set by train.dtype")
 
 
 @pytest.mark.parametrize("way", ["packed", "padded"])

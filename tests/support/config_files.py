@@ -25,7 +25,16 @@ def refusal(*arguments: str) -> str:
     return str(caught.value)
 
 
-def toml_refusal(folder: Path, text: str) -> str:
+def load_toml(folder: Path, text: str, *arguments: str) -> Config:
+    """Load a configuration file with this text."""
+    return load(*toml_arguments(folder, text), *arguments)
+
+
+def toml_refusal(folder: Path, text: str, *arguments: str) -> str:
     """Return the error message for a configuration file with this text."""
+    return refusal(*toml_arguments(folder, text), *arguments)
+
+
+def toml_arguments(folder: Path, text: str) -> tuple[str, str]:
     (folder / "given.toml").write_text(text, encoding="utf-8")
-    return refusal("@", str(folder / "given.toml"))
+    return "@", str(folder / "given.toml")
