@@ -75,7 +75,7 @@ def make_live_engine(
     factory = choice.live_engine(config.engine.name)
     settings = settings_with_turns(config)
     settings = replace(settings, gpu_memory_utilization=config.train.memory_fraction)
-    models.release_memory()  # of the last step, which would count as used
+    models.release_memory()  # memory of the last step would count as used
     return factory.open_live(model, tokenizer, settings)
 
 

@@ -125,7 +125,7 @@ class _Lengths(NamedTuple):
     prompt: int  # longest of all splits, without the few that are much longer than others
     num_longer: int  # prompts that are much longer
     answer: int  # longest
-    context: int  # of the model
+    context: int  # longest sequence of the model
     thinks: bool  # the chat template has the mark of a model that writes its reasoning first
     has_turns: bool
 

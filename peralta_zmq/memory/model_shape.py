@@ -20,7 +20,7 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     inner_size: int  # hidden size of the MLP, or of all experts that compute a token
-    num_heads: int  # of queries
+    num_heads: int  # heads of queries
     query_size: int  # queries of a token
     key_size: int  # keys of a token, and its values
     vocab_size: int

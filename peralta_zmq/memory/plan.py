@@ -36,8 +36,8 @@ class Machine:
 
     kind: str  # type of the device: cpu, cuda or mps
     memory: float  # bytes of the device, or of the machine for a CPU
-    training_dtype: str = "bfloat16"  # of the trainer's matrix products
-    sampling_dtype: str = "bfloat16"  # of generators, with model.dtype auto
+    training_dtype: str = "bfloat16"  # dtype of the trainer's matrix products
+    sampling_dtype: str = "bfloat16"  # dtype of generators with model.dtype auto
     engine: str = "native"
     keeps_turns: bool = False  # the engine keeps keys and values of turns
 
@@ -68,9 +68,9 @@ class Plan:
 class Workload(NamedTuple):
     """Tokens of a training step, with prompts of the largest length."""
 
-    tokens: int  # of a micro-batch
-    scored: int  # of these tokens
-    update: int  # of an update of the parameters
+    tokens: int  # tokens of a micro-batch
+    scored: int  # generated tokens among them
+    update: int  # tokens of an optimizer step
     prompt: int
     keys: int  # to which a token attends, including masked ones
 
@@ -131,7 +131,7 @@ def plan_trainer(
     live = replace(machine, engine="native")  # samples from the policy, in float32
     evaluation = _cache_parts(config, shape, live, number=4.0)
     if config.lora.rank is not None and config.lora.base_dtype != "float32":
-        evaluation["converted weight"] = 4.0 * shape.embedding  # for its product
+        evaluation["converted weight"] = 4.0 * shape.embedding  # a copy in fp32
     if machine.kind == "cpu" and in_memory:
         # The process keeps the freed memory of the training. The cache fits into no hole of it, but
         # the tensors of a decode step do.

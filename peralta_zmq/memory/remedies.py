@@ -42,7 +42,7 @@ class Attempt(NamedTuple):
 
 class Advice(NamedTuple):
     attempts: Sequence[Attempt]
-    options: str  # of the command line, with which the plan fits; empty if no setting is enough
+    options: str  # command line with which the plan fits; empty if no setting is enough
     plan: Plan | None  # with these options
 
 

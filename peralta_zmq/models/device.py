@@ -61,7 +61,7 @@ def use_threads(num_workers: int = 1, *, num_cores: int | None = None) -> int:
     """
     threads = max(1, (num_cores or available_cores()) // max(1, num_workers))
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    is_default = limit == "1" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"  # of torchrun
+    is_default = limit == "1" and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"  # torchrun's
     if limit.isdecimal() and int(limit) > 0 and not is_default:
         threads = min(threads, int(limit))
     torch.set_num_threads(threads)
@@ -82,7 +82,7 @@ def available_cores(root: Path = Path("/")) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     limits = [cores or 1]
     for folder in _cgroups(root):
-        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2 and 1
+        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # versions 2 and 1
         quota, period, *_ = (*(word for file in files for word in _words(folder / file)), "", "")
         if quota.isdecimal() and period.isdecimal():  # not max or -1
             limits.append(max(1, int(quota) // int(period)))

@@ -99,7 +99,7 @@ def has_only_bfloat16(folder: Path) -> bool:
 
 class BaseWeights(NamedTuple):
     tensors: Mapping[str, Tensor]
-    digest: str | None  # of the packed weights; None if the format packs none
+    digest: str | None  # digest of the packed weights; None if the format packs none
 
 
 def load_base_weights(

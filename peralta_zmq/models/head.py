@@ -29,8 +29,8 @@ from peralta_zmq.models.logprobs import (
     compute_dtype,
 )
 
-KEPT_BYTES = 256 << 20  # of logits, between the forward and the backward pass
-NO_GRADIENTS = (None,) * 8  # of the inputs after the hidden states
+KEPT_BYTES = 256 << 20  # logits kept between the forward and the backward pass
+NO_GRADIENTS = (None,) * 8  # gradients of the inputs after the hidden states
 # Smaller logits, and the logsumexp of none, are this; finite, because inf - inf is not a number.
 MIN_LOGIT = -1e30
 

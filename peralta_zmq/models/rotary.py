@@ -33,7 +33,7 @@ def length_limit(config: Any) -> int | None:
     """The longest sequence with the original rotary embedding; None if it never changes."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     limits = list[int]()
-    for settings in (rope, *rope.values()):  # of all layers, or for each type of layers
+    for settings in (rope, *rope.values()):  # one for all layers, or one for each type
         rope_type = settings.get("rope_type") if isinstance(settings, dict) else None
         if rope_type in ("dynamic", "longrope"):
             limits.append(config.max_position_embeddings)  # dynamic NTK changes beyond it

@@ -185,7 +185,7 @@ class Scorer:
             options["position_ids"] = (attention.cumsum(1) - 1) * attention
 
         def select(kept: Tensor) -> Tensor:
-            first_column = width - kept.shape[1]  # of `kept`, if the model keeps only the last ones
+            first_column = width - kept.shape[1]  # if the model keeps only the last ones
             return kept[row, column - 1 - first_column]
 
         return _Inputs(token_ids[indices] * attention, attention, options, select)

@@ -51,10 +51,10 @@ class TreeLayout:
 
     def __init__(self, tree: PrefixTree) -> None:
         length = tree.num_tokens
-        self.position = np.zeros(length, np.int64)  # of the token in its sequence
+        self.position = np.zeros(length, np.int64)  # position in the sequence
         self.previous = np.zeros(length, np.int64)  # predecessor's index; own index at the start
         self.span = np.zeros(length, np.int64)  # index of the token's span
-        self.paths = list[list[slice]]()  # of each span, as slices of the tree; the last is its own
+        self.paths = list[list[slice]]()  # slices of the tree by span; the last is its own
         start = 0
         for index, (parent, size) in enumerate(tree.spans):
             end = start + size

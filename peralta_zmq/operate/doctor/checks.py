@@ -37,7 +37,7 @@ class Report:
 
     def __init__(self, *, mount_seconds: float = 120.0) -> None:
         self.checks: list[tuple[str, Check]] = []  # with their names
-        self._mount_seconds = mount_seconds  # for a check of a folder on a mount that may be dead
+        self._mount_seconds = mount_seconds  # time limit of a check on a mount that may be dead
 
     def add(self, name: str, check: Check) -> bool:
         """Print a result; returns True if the check passed."""

@@ -44,7 +44,7 @@ def check_versions(
     """Check the version of Python and of every library in lines such as "torch>=2.4"."""
     wrong: list[str] = []
     for library in map(Requirement, requirements):
-        if library.marker:  # of an extra, or of another Python
+        if library.marker:  # belongs to an extra, or to another Python
             continue
         version = version_of(library.name)
         # NVIDIA's torch for Jetson is a pre-release (2.6.0a0+nv25.01); it counts as the release.
