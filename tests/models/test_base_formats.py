@@ -1,7 +1,4 @@
-"""Formats of a frozen base model: values, sizes, checksums; bitsandbytes as the oracle.
-
-.venv/bin/python -m pytest tests/models/test_base_formats.py
-"""
+"""Formats of a frozen base model: values, sizes, checksums; bitsandbytes as the oracle."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Frozen base models: values, gradients of adapters, memory, errors.
-
-.venv/bin/python -m pytest tests/models/test_frozen_base.py
-"""
+"""Frozen base models: values, gradients of adapters, memory, errors."""
 
 from __future__ import annotations
 

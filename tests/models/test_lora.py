@@ -1,7 +1,4 @@
-"""LoRA: only adapters are trained and published; generators merge them. Needs the extra `lora`.
-
-.venv/bin/python -m pytest tests/models/test_lora.py
-"""
+"""LoRA: only adapters are trained and published; generators merge them. Needs the extra `lora`."""
 
 from __future__ import annotations
 

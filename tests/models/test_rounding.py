@@ -1,7 +1,4 @@
-"""Noise that moves weights off the grid of bfloat16 or float16: interval, seed, adapters.
-
-.venv/bin/python -m pytest tests/models/test_rounding.py
-"""
+"""Noise that moves weights off the grid of bfloat16 or float16: interval, seed, adapters."""
 
 from __future__ import annotations
 

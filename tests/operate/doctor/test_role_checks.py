@@ -1,4 +1,4 @@
-"""bin/doctor for both roles: its output and exit code."""
+"""bin/doctor for both roles, and keygen: output, files and exit code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from peralta_zmq.config import load_config
+from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import doctor
 from peralta_zmq.operate.doctor import role_checks
 from peralta_zmq.operate.doctor.checks import Report
+from peralta_zmq.wire import generator_keys
 from tools.link_proxy import free_ports
 
 Checks = tuple[int, dict[str, dict[str, Any]]]  # exit code, and the checks by name
@@ -101,3 +103,33 @@ def test_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_default_role_follows_wire_host() -> None:
     for words, role in (([], "trainer"), (["--wire.host", "192.0.2.1"], "generator")):
         assert role_checks.default_role(load_config("doctor", words)) == role
+
+
+# keygen.
+
+
+def keygen(*arguments: str) -> None:
+    assert doctor.main(["keygen", *arguments]) == 0
+
+
+def test_pair_for_the_trainer_and_one_for_the_generator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "keys"
+    keygen("--security.keys", str(folder), "--generator.name", "ann")
+    assert generator_keys(folder, "ann").name == "ann"
+    assert "copy trainer.public and ann.secret" in capsys.readouterr().out
+    keygen("--security.keys", str(folder), "--generator.name", "bob")
+    assert "trainer: kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--generator.name", "ann"], r"--security\.keys"),
+        (["--security.keys", "keys", "--generator.name", "trainer"], "choose another"),
+    ],
+)
+def test_keygen_refuses(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        keygen(*words)
