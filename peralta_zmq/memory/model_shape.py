@@ -49,20 +49,26 @@ def read_shape(folder: Path, *, trust_remote_code: bool = False) -> ModelShape:
     """
     model: Any = models.model_without_memory(folder, trust_remote_code=trust_remote_code)
     config = model.config.get_text_config()
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if not getattr(config, name, 0) > 0:
+    settings = config.to_dict()  # an attribute that differs between layers would raise an error
+
+    def size(name: str, default: int | None = None) -> int:
+        value = settings.get(config.attribute_map.get(name, name)) or default
+        if not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{folder / 'config.json'} has no {name}, so the memory of model_type "
+                f"{folder / 'config.json'} has no number for {name}, so the memory of model_type "
                 f"'{config.model_type}' cannot be planned; start the trainer to find out whether "
                 "it fits"
             )
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    inner_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if experts := getattr(config, "num_experts_per_tok", None):
-        inner_size = experts * (getattr(config, "moe_intermediate_size", None) or inner_size)
-    embedding = model.get_input_embeddings().weight
-    head = getattr(model.get_output_embeddings(), "weight", embedding)
+        return value
+
+    hidden_size = size("hidden_size")
+    heads = size("num_attention_heads")
+    head_dim = size("head_dim", hidden_size // heads)
+    inner_size = size("intermediate_size", 4 * hidden_size)
+    inner_size = size("num_experts_per_tok", 1) * size("moe_intermediate_size", inner_size)
+    with models.model_loading_errors(f"the memory of {folder} cannot be planned"):
+        embedding = model.get_input_embeddings().weight
+        head = getattr(model.get_output_embeddings(), "weight", embedding)
     weights = [weight for weight in model.parameters() if weight is not embedding]
     linears = [
         module
@@ -72,12 +78,12 @@ def read_shape(folder: Path, *, trust_remote_code: bool = False) -> ModelShape:
     return ModelShape(
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
+        hidden_size=hidden_size,
         inner_size=inner_size,
         num_heads=heads,
         query_size=heads * head_dim,
-        key_size=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-        vocab_size=config.vocab_size,
+        key_size=size("num_key_value_heads", heads) * head_dim,
+        vocab_size=size("vocab_size"),
         max_positions=models.max_positions(model),
         is_tied=head is embedding,
         num_parameters=model.num_parameters(),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from families import COMMON, FAMILIES
 from sample_data import TINY
 
 from peralta_zmq.errors import ConfigError
@@ -59,12 +60,19 @@ def test_shape_of_a_multimodal_model_is_that_of_its_text_part(tmp_path: Path) ->
     assert shape.num_parameters == pytest.approx(3.88e9, rel=0.01)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_planned(family: str, tmp_path: Path) -> None:
+    """Of Gemma 4, layers have heads of different sizes; Nemotron-H lists its layers."""
+    shape = write(tmp_path, {**COMMON, **FAMILIES[family]})
+    assert shape.num_layers == 4 and 0 < shape.layer_parameters < shape.num_parameters
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[]", r"cannot be loaded: .*object"),
         ('{"model_type": "nova", "hidden_size": 4}', "cannot be loaded: .*nova"),
-        ('{"model_type": "mamba"}', "has no num_attention_heads, so the memory of .*'mamba'"),
+        ('{"model_type": "mamba"}', "no number for num_attention_heads, so the memory of .*'mam"),
     ],
 )
 def test_config_without_sizes_is_refused(content: str, message: str, tmp_path: Path) -> None:
