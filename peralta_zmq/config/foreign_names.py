@@ -72,7 +72,6 @@ def with_present_names(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:
-    """Return the error message for a setting that does not exist."""
     hint = _hint(section, leaf, known)
     return f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}"
 
@@ -92,7 +91,6 @@ def unknown_section(section: str, content: object, known: Known) -> str:
 
 
 def _hint(section: str, leaf: str, known: Known) -> str:
-    """Return the remedy: the setting that was probably meant, or the choices."""
     if hint := removed_hint(section, leaf):
         return hint
     if section not in known:  # replace it by the section that was probably meant, "" if unclear
@@ -126,6 +124,5 @@ def removed_hint(section: str, leaf: str) -> str:
 
 
 def shorten(value: object) -> str:
-    """Return the repr of a value, cut to at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:56]} ..."

@@ -62,18 +62,15 @@ class Host(Section):
 
     @property
     def num_generators(self) -> int:
-        """Number of generators on this host."""
         return self.count if self.count is not None else int(self.role == "generator")
 
     @property
     def workers(self) -> list[str]:
-        """Names of the workers on this host."""
         trainers = [f"{self.name}-trainer"] if self.role == "trainer" else []
         return trainers + self.generators
 
     @property
     def generators(self) -> list[str]:
-        """Names of the generators on this host."""
         return [f"{self.name}-{index}" for index in range(self.num_generators)]
 
     @property
@@ -138,12 +135,10 @@ class Hosts(Section):
 
     @property
     def trainer(self) -> Host:
-        """The host with the trainer."""
         return next(host for host in self.host if host.role == "trainer")
 
     @property
     def generators(self) -> list[str]:
-        """Names of all generators, in the order of the hosts."""
         return [name for host in self.host for name in host.generators]
 
     @model_validator(mode="after")

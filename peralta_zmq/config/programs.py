@@ -133,10 +133,7 @@ def program_command(name: str) -> list[str]:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit of open files (often 1,024) towards the hard limit.
-
-    Every connection to a port of the process is an open file.
-    """
+    """Raise the soft limit of open files, which connections are, towards the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (65_536, 10_240):  # macOS permits 10,240
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -224,8 +221,7 @@ class _PrintableStderr:
 def _imported(main: Callable[..., int | None] | str) -> Callable[..., int | None]:
     """The function `main`, imported if it is a name.
 
-    The garbage collector is off during the import and ignores the imported objects afterwards.
-    Torch creates many objects, and each collection would scan all of them at the start.
+    Torch creates many objects, and each garbage collection would scan all of them.
     """
     if not isinstance(main, str):
         return main

@@ -119,7 +119,6 @@ def changed_settings(before: Config, now: Config) -> dict[str, str]:
 
 
 def _free_name(folder: Path) -> str:
-    """The name of the run folder with the first number that makes it unused."""
     names = (f"{folder.name}-{number}" for number in count(2))
     return next(name for name in names if not folder.with_name(name).exists())
 
@@ -156,7 +155,6 @@ def with_fitted_of_run(config: Config) -> Config:
 
 
 def _with_fitted(config: Config, earlier: Config) -> Config:
-    """The settings, with FITTED ones that the user leaves out from `earlier`."""
     unset = [name for name in FITTED if not is_set(config, name)]
     return with_settings(config, {name: attrgetter(name)(earlier) for name in unset})
 

@@ -185,7 +185,6 @@ def check_memory_fractions(
 
 
 def _check_batch(config: Config) -> None:
-    """Check that a batch consists of whole groups, if all groups have the same size."""
     batch_size = config.train.batch_size
     sizes = {*config.group_sizes.values()}
     num_generations = max(sizes)
@@ -200,7 +199,6 @@ def _check_batch(config: Config) -> None:
 
 
 def _check_unused(config: Config) -> None:
-    """Check that a setting that changes nothing without another one has its default."""
     for name, leaf, needed in NEEDED_SETTINGS:
         section: Section = getattr(config, name)
         is_default = getattr(section, leaf) == type(section).model_fields[leaf].default
@@ -212,7 +210,6 @@ def _check_unused(config: Config) -> None:
 
 
 def _check_ranges(config: Config) -> None:
-    """Check bounds that depend on another setting, and ranges with a gap."""
     train = config.train
     if config.eval.num_examples == 0 or config.eval.num_examples < -1:
         raise ConfigError(
@@ -227,7 +224,6 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_interval(config: Config) -> None:
-    """Check that groups can be trained until the next weight version is published."""
     interval = config.weights.interval
     train = config.train
     if interval == 1:
@@ -249,7 +245,6 @@ def _check_interval(config: Config) -> None:
 
 
 def _check_security(config: Config) -> None:
-    """Check that connections from other machines need keys or `insecure`."""
     bind = config.wire.bind
     security = config.security
     if not (is_loopback(bind) or security.keys or security.insecure):
@@ -261,7 +256,6 @@ def _check_security(config: Config) -> None:
 
 
 def _check_environments(config: Config) -> None:
-    """Check that environments are defined in one way only, and each of them."""
     if config.env and (config.task.name is not None or config.data != training.DataSection()):
         raise ConfigError(
             "[[env]] and the settings of [task] or [data] exclude each other; "
@@ -302,7 +296,6 @@ def _check_rewards(option: str, settings: training.RewardSettings) -> None:
 
 
 def _check_curriculum(config: Config) -> None:
-    """Check the ratios of environments and the order of difficulty thresholds."""
     curriculum = config.curriculum
     if (ratios := curriculum.env_ratios) is not None:
         num_environments = len(config.environments)

@@ -54,7 +54,6 @@ exit 0
 
 
 def in_project(host: Host, script: str) -> str:
-    """A line of shell that runs in the project folder of the host."""
     return f"cd {host.folder or shlex.quote(str(REPO))} && {script}"
 
 

@@ -243,7 +243,6 @@ def wait_for_end(jobs: Collection[str], seconds: float) -> list[str]:
 
 
 def signal_jobs(jobs: Collection[str], signal_name: str) -> None:
-    """Send a signal to the processes of operate/slurm_job.py of the running jobs."""
     statuses = find_jobs(jobs)
     if running := [job for job, status in statuses.items() if status.state == "RUNNING"]:
         cancel("--batch", f"--signal={signal_name}", *running)

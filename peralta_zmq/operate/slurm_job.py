@@ -88,7 +88,6 @@ def _ended_text(name: str) -> str:
 
 
 def generator_name(index: int | str) -> str:
-    """Name of a generator: in its messages, of its key, log and state."""
     return f"generator-{index}"
 
 

@@ -174,7 +174,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_jobs(text: str) -> list[Job]:
-    """Parse jobs, one JSON object per line, as `job_text` writes them."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.strip()]
     return [Job(row["name"], tuple(row["command"]), row["env"], run=row["run"]) for row in rows]
 
@@ -291,7 +290,6 @@ def follow(names: Sequence[str], *, lines: int, restart_seconds: float = 10.0) -
 
 
 def _has_finished(name: str) -> bool:
-    """Whether a worker has ended by itself, so that nothing starts it again."""
     state = _state_of(name)
     return state.code is not None and not state.stopped
 
