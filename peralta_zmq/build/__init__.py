@@ -1,7 +1,4 @@
-"""Build the objects of a run from settings: learner, loss, engine, environments.
-
-The classes that these modules build take plain values; the loops, the verifier and the programs
-that start them keep the settings (`config`).
+"""Build the objects of a run, which take plain values, from settings.
 
 components     learner, loss, reference models
 engines        engine, sampling

@@ -34,9 +34,8 @@ class MemoryPlanner:
     def of(cls, config: Config, folder: Path, *, memory_gib: float | None = None) -> MemoryPlanner:
         """The planner for the model in `folder`, whose weights are not loaded.
 
-        `memory_gib` replaces the memory of this machine; with it, `cuda` or `mps` may be the
-        device of another machine. Raises ConfigError for a model that cannot be planned, and for a
-        device that cannot be used.
+        `memory_gib` replaces the memory of this machine, which may then lack the GPU. Raises
+        ConfigError for a model that cannot be planned, and for a device that cannot be used.
         """
         shape = read_shape(folder, trust_remote_code=config.model.trust_remote_code)
         engine = "native" if config.engine.name == "auto" else config.engine.name

@@ -1,9 +1,8 @@
 """Memory that a trainer and a generator need, computed from the settings and a model's shape.
 
-A plan lists the parts of the memory in the phase in which their sum is largest. Prompts are assumed
-to be as long as engine.max_model_len permits, so a run with short prompts needs less. Weights,
-gradients, optimizer state and caches are exact; activations are those of a decoder with attention
-and a gated MLP.
+A plan lists the parts of the memory in the phase in which their sum is largest. It assumes prompts
+that fill engine.max_model_len. Weights, gradients, optimizer state and caches are exact;
+activations are those of a decoder with attention and a gated MLP.
 """
 
 from __future__ import annotations
@@ -147,8 +146,7 @@ def moves_snapshots(config: Config, shape: ModelShape, machine: Machine) -> bool
     """Whether the trainer moves copies of its weights to a file while it publishes them.
 
     It does if weights, gradients, optimizer state and two copies need more than half of the
-    memory; otherwise copies stay in memory, because steps are then shorter. A trainer on a CUDA
-    GPU does not: the copies are in the memory of the CPU.
+    memory. Otherwise steps are shorter. Copies of a trainer on a CUDA GPU are in the CPU's memory.
     """
     trained, weights = _parameters(config, shape)
     copies = 2 * NUMBER_BYTES[config.weights.dtype]

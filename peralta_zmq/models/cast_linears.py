@@ -16,9 +16,9 @@ from torch.nn.functional import linear
 
 
 def replace_linears(model: Any) -> int:
-    """Let the linear layers of a transformers model cast twice; returns their number.
+    """Let fp32 linear layers of a transformers model cast twice; returns their number.
 
-    Only layers whose weights are fp32 and not distributed over ranks, without the head (head.py).
+    Not the head (head.py), nor layers that are distributed over ranks.
     """
     num_replaced = 0
     head = model.get_output_embeddings()

@@ -1,9 +1,8 @@
 """Chat prompts, and their continuation after a completion without tokenizing it again.
 
-Some templates render earlier messages differently when another one follows: Qwen3's drops the
-reasoning of earlier completions. An episode with several turns keeps the sampled tokens instead.
-What follows a completion is rendered with a placeholder in place of the completion, and only the
-text after the placeholder is tokenized.
+Some templates change earlier messages when another one follows: Qwen3's drops the reasoning of
+earlier completions. Episodes keep the sampled tokens instead: what follows a completion is rendered
+after a placeholder, and only the text after the placeholder is tokenized.
 """
 
 from __future__ import annotations

@@ -40,10 +40,9 @@ LLAMA_ROTARY = modeling_llama.apply_rotary_pos_emb  # transformers', which `repl
 
 
 def replace_norms(model: torch.nn.Module) -> int:
-    """Let the RMS norms of a transformers model compute with `rms_norm`; returns their number.
+    """Let RMS norms of a transformers model compute with `rms_norm`; returns their number.
 
-    Only norms on a CPU with the code of Llama's (Gemma's multiply by 1 + weight), whose weights are
-    not distributed over ranks.
+    Only norms on a CPU with the code of Llama's, not distributed over ranks.
     """
 
     def forward(module: Any, rows: Tensor) -> Tensor:
@@ -73,8 +72,7 @@ def _code_of(code: CodeType) -> tuple[object, ...]:
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Each row of `rows` [..., W], divided by sqrt(mean(row^2) + epsilon), times `weight` [W].
 
-    As in transformers, a row is divided in fp32 (a float64 one in float64), and rounded to its
-    dtype before it is multiplied.
+    A row is divided in fp32 or float64, and rounded to its dtype before it is multiplied.
     """
     return _RMSNorm.apply(rows, weight, epsilon)  # pyright: ignore[reportReturnType]
 

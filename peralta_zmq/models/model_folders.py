@@ -272,7 +272,7 @@ def load_tokenizer(
 def check_code(folder: Path, *, trust_remote_code: bool) -> None:
     """Raise ConfigError if the folder needs custom code that is not trusted.
 
-    If transformers has a class of its own for the model, it uses that class.
+    transformers prefers a class of its own.
     """
     for file in CONFIG_FILES:
         settings = dict[str, Any]()
@@ -362,10 +362,7 @@ def converted_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -
 def save_weights(
     weights: Mapping[str, torch.Tensor], folder: Path, *, shard_bytes: int = 1 << 30
 ) -> None:
-    """Write model*.safetensors files in `folder`, each with about `shard_bytes` of tensors.
-
-    Reads one shard at a time from `weights`, which may be a lazy mapping. Raises OSError.
-    """
+    """Write model*.safetensors files of about `shard_bytes`, one at a time. Raises OSError."""
     shard = dict[str, torch.Tensor]()
     num_bytes = 0
     num_shards = 0
@@ -384,10 +381,7 @@ def save_weights(
 
 
 def apply_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights`, which may be a lazy mapping, into the model one tensor at a time.
-
-    Raises ValueError, with nothing changed, if they do not fit.
-    """
+    """Copy `weights` into the model; ValueError, with nothing changed, if they do not fit."""
     live = weights_of(model)
     check_weights({name: tensor.shape for name, tensor in live.items()}, weights)
     with torch.no_grad():

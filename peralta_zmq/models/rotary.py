@@ -1,7 +1,7 @@
 """Rotary embeddings that change with the length of the sequence: dynamic NTK and longrope.
 
-Beyond a number of tokens, all positions of a sequence are rotated by other frequencies. In
-transformers the longest sequence of a forward pass chooses those of all its rows.
+Beyond a number of tokens, all positions of a sequence have other frequencies. In transformers the
+longest sequence of a forward pass chooses those of all its rows.
 """
 
 from __future__ import annotations

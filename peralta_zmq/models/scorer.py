@@ -328,9 +328,8 @@ def _padded_layout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layout of padded rows: one row per span, from its sequence's start to its end.
 
-    Returns, for S spans whose sequences have at most T tokens: the index in the packed row of each
-    padded token, int64 [S, T]; the attention mask, int64 [S, T], 1 on tokens; and the padded row
-    and column of each token of the packed row, int64 [M, 2].
+    Returns the index in the packed row of each padded token, int64 [S, T]; the attention mask,
+    int64 [S, T]; and the padded row and column of each token of the packed row, int64 [M, 2].
     """
     paths = list[Int64Array]()
     cells = list[Int64Array]()
@@ -365,10 +364,7 @@ def set_checkpointing(model: Model, *, enabled: bool) -> None:
 
 
 def _checkpoint_layers(model: Model) -> None:
-    """Store only each layer's input and recompute the layer in the backward pass.
-
-    transformers does this only for layers in training mode; submodules stay in evaluation mode.
-    """
+    """Checkpoint layers, which must be in training mode; submodules stay in evaluation mode."""
     set_checkpointing(model, enabled=True)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):

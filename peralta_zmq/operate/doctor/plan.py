@@ -1,8 +1,4 @@
-"""`bin/doctor plan`: the memory that a run needs, before anything is loaded.
-
-Reads only the config.json of the model, and its tokenizer, if it has one, for a dry run of the
-prompts.
-"""
+"""`bin/doctor plan`: the memory that a run needs, and a dry run of its prompts."""
 
 from __future__ import annotations
 

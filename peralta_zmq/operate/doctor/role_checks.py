@@ -1,7 +1,6 @@
 """The checks of each role (trainer, generator), in the order of the output.
 
-The doctor of a generator's machine also checks the connection with probes: a running trainer
-answers them, or before the run the doctor of the trainer's machine.
+The doctor of a generator's machine sends probes, which a trainer or its machine's doctor answers.
 """
 
 from __future__ import annotations
