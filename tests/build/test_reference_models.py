@@ -111,18 +111,6 @@ def test_teacher_with_fewer_logits_is_refused(teacher: Path) -> None:
     assert "464 tokens, but model.name embedded for 468; choose a teacher with" in message
 
 
-def test_teacher_without_teacher_loss_is_refused(teacher: Path) -> None:
-    message = refused("--model.teacher", str(teacher))
-    assert message == (
-        f"model.teacher {teacher} is set, but loss 'reinforce' uses no teacher; "
-        "remove it or set loss.teacher_tau above 0"
-    )
-
-
-def test_missing_teacher_is_refused() -> None:
-    assert "no/model" in refused(*PULLED, "--model.teacher=no/model")
-
-
 def test_reference_is_updated_every_ref_sync_steps() -> None:
     config = config_of("--loss.name=grpo_kl", "--train.ref-sync-steps=2")
     learner = build.make_learner(config, embedded())
@@ -150,13 +138,17 @@ def test_kl_term_applies_to_kept_groups_of_equal_rewards() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--model.teacher=embedded"],
+         "model.teacher embedded is set, but loss 'reinforce' uses no teacher; remove it or set "
+         "loss.teacher_tau above 0"),
+        ([*PULLED, "--model.teacher=no/model"], "model 'no/model' is neither a folder nor in the"),
         (["--train.ref-sync-steps=2"],
          "train.ref_sync_steps 2 is set, but loss 'reinforce' uses no reference model; remove"),
         (["--loss.name=grpo_kl", "--loss.beta=0", "--train.ref-sync-steps=2"],
          "train.ref_sync_steps 2 is set, but loss 'grpo_kl' uses no reference model; remove it"),
     ],
 )  # fmt: skip
-def test_reference_settings_without_effect_are_refused(arguments: list[str], message: str) -> None:
+def test_settings_without_effect_or_model_are_refused(arguments: list[str], message: str) -> None:
     assert refused(*arguments).startswith(message)
 
 
