@@ -116,25 +116,19 @@ def test_steps_without_finite_gradient_end_the_run_which_can_continue(continued:
             rollout.logprobs[rollout.loss_mask] = POISON
         return made
 
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *steep, max_steps=8)
-        trainer.recover()
+    with continued.session(*steep, max_steps=8) as trainer:
         continued.feed(trainer, groups(trainer, "ann")[:2], until=1)
         with pytest.raises(TrainingError, match=r"^steps 2 to 4 had no") as caught:
             continued.feed(trainer, groups(trainer, "bob", poisoned=True), until=4)
     message = str(caught.value)
-    with ExitStack() as stack:
-        assert "The same command continues with new groups" in message
-        trainer = continued.open(stack, *steep, max_steps=8)
-        trainer.recover()
+    assert "The same command continues with new groups" in message
+    with continued.session(*steep, max_steps=8) as trainer:
         assert trainer.policy.learner.step == 4
         continued.feed(trainer, groups(trainer, "eve"), until=6)
         assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
-    with ExitStack() as stack:
-        assert "go back with --run.fork and --run.from-step, and with other rewards" in message
-        others = ("--run.name=other", "--run.fork=demo", "--run.from-step=5", "--loss.name=grpo")
-        trainer = continued.open(stack, *others, max_steps=8)
-        trainer.recover()
+    assert "go back with --run.fork and --run.from-step, and with other rewards" in message
+    others = ("--run.name=other", "--run.fork=demo", "--run.from-step=5", "--loss.name=grpo")
+    with continued.session(*others, max_steps=8) as trainer:
         continued.feed(trainer, groups(trainer, "dan", poisoned=True), until=3)
         assert read_rows(trainer.session.folder / METRICS)[-1]["skipped"] == 0
 
@@ -149,42 +143,32 @@ def train_changed(folder: Path, plan: str) -> None:
     """Train with CHANGES until the failpoints of `plan` kill; runs in a child process."""
     atomic_files.failpoints = atomic_files.parse_failpoints(plan)
     continued = Continued(folder)
-    with ExitStack() as stack:
-        continued.train(continued.open(stack, *CHANGES, max_steps=8), until=8)
+    continued.train(*CHANGES, max_steps=8, until=8)
 
 
 @pytest.mark.parametrize("plan", ["checkpoint.written:1", "trainer.learned:4", "trainer.stepped:1"])
 def test_steps_before_changed_settings_are_repeated_bit_for_bit(
     plan: str, continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ExitStack() as stack:
-        continued.train(continued.open(stack, max_steps=8), until=3)
+    continued.train(max_steps=8, until=3)
     assert exit_code(train_changed, continued.folder.parent, plan) == -signal.SIGKILL
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *CHANGES, max_steps=8)
-        continued.train(trainer, until=6)
+    with continued.session(*CHANGES, max_steps=8, until=6) as trainer:
         expected = replay.weights_sha256(lora.published_weights(trainer.policy.model))
     shutil.rmtree(continued.folder / CHECKPOINTS)  # all steps are repeated
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *CHANGES, max_steps=8)
-        trainer.recover()
+    with continued.session(*CHANGES, max_steps=8) as trainer:
         assert trainer.step == 6
         repeated = replay.weights_sha256(lora.published_weights(trainer.policy.model))
         assert repeated == expected
-    capsys.readouterr()
-    assert replay.main([str(continued.folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("  as published") for line in lines] == [True] * 6
+    assert continued.replay(capsys) == ["as published"] * 6
 
 
 def test_changed_settings_are_recorded(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ExitStack() as stack:
-        continued.train(continued.open(stack, "--eval.interval=100", max_steps=8), until=2)
+    continued.train("--eval.interval=100", max_steps=8, until=2)
     for _ in range(2):  # the second start changes no further setting
-        with ExitStack() as stack:
-            continued.open(stack, *CHANGES[:1], "--eval.interval=7", max_steps=8).recover()
+        with continued.session(*CHANGES[:1], "--eval.interval=7", max_steps=8):
+            pass
     events = [row for row in read_rows(continued.folder / EVENTS) if row["event"] == "settings"]
     changes: list[Any] = [[row["step"], row["changes"]] for row in events]
     expected = ["train.learning_rate 0.01 -> 0.003", "eval.interval 100 -> 7"]
@@ -201,14 +185,10 @@ def test_run_with_fewer_steps_than_taken_is_complete(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ("--train.learning-rate=0.00001",)  # publishes deltas
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *small, max_steps=8)
-        continued.train(trainer, until=4)
+    with continued.session(*small, max_steps=8, until=4) as trainer:
         newest = trainer.publishing.store.newest()
         assert newest is not None and newest.kind == "delta"
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *small, max_steps=2)
-        trainer.recover()
+    with continued.session(*small, max_steps=2) as trainer:
         assert not trainer.unfinished and trainer.step == 4
         trainer.finish()
         newest = trainer.publishing.store.newest()
@@ -216,9 +196,7 @@ def test_run_with_fewer_steps_than_taken_is_complete(
     line = "run complete: step 4 is trained already, and train.max_steps is 2"
     assert line in capsys.readouterr().out
     assert read_rows(continued.folder / EVENTS)[-1]["event"] == "complete"
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *small, max_steps=6)
-        continued.train(trainer, until=6)
+    continued.train(*small, max_steps=6, until=6)
     assert replay.main([str(continued.folder)]) == 0
 
 
@@ -235,9 +213,7 @@ def test_huge_groups_are_refused_and_a_restart_continues(
         "--eval.rollouts-per-example=8",  # allows 5 rollouts in evaluation groups only
         *("--sampling.max-completion-length=48", "--engine.max-model-len=512"),
     )
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *settings, max_steps=4)
-        trainer.recover()
+    with continued.session(*settings, max_steps=4) as trainer:
         over = [
             huge(trainer, 0, rewards=[1.0, 0.0] * 30, lengths=[17_000] * 60),
             huge(trainer, 1, rewards=[1.0] * 5),
@@ -256,30 +232,21 @@ def test_huge_groups_are_refused_and_a_restart_continues(
         # As in a journal that was written without these limits.
         trainer.collector.journal.append(2, wire.encode_group(over[0]))
         trainer.collector.commit()
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *settings, max_steps=4)
-        continued.train(trainer, until=3)
+    with continued.session(*settings, max_steps=4, until=3) as trainer:
         assert trainer.collector.accounting()["invalid"] == 1
         assert trainer.collector.admission.ledger.highest(over[0].sender) == 0
-    capsys.readouterr()
-    assert replay.main([str(continued.folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("  as published") for line in lines] == [True] * 3
+    assert continued.replay(capsys) == ["as published"] * 3
 
 
 def weights_after(folder: Path, environment: dict[str, str], until: int, digest: Path) -> None:
     """Recover, train until a step, and write the digest of the weights; in a child process."""
     os.environ.update(environment)
     models.use_threads(1)
-    with ExitStack() as stack:
-        continued = Continued(folder)
-        trainer = continued.open(stack, max_steps=9)
-        try:
-            continued.train(trainer, until=until)
-        except JournalError as error:
-            digest.write_text(str(error))
-            return
-        digest.write_text(replay.weights_sha256(lora.published_weights(trainer.policy.model)))
+    try:
+        with Continued(folder).session(max_steps=9, until=until) as trainer:
+            digest.write_text(replay.weights_sha256(lora.published_weights(trainer.policy.model)))
+    except JournalError as error:
+        digest.write_text(str(error))
 
 
 @pytest.mark.parametrize(
@@ -337,15 +304,11 @@ def test_replay_computes_with_recorded_operators_or_refuses(tmp_path: Path) -> N
 
 
 def test_number_of_a_version_that_is_gone_is_not_published_again(continued: Continued) -> None:
-    with ExitStack() as stack:
-        trainer = continued.open(stack, max_steps=9)
-        continued.train(trainer, until=3)
+    with continued.session(max_steps=9, until=3) as trainer:
         folder = trainer.publishing.store.folder
     for version in folder.glob("step_*"):
         shutil.rmtree(version)
-    with ExitStack() as stack:
-        trainer = continued.open(stack, max_steps=9)
-        trainer.recover()
+    with continued.session(max_steps=9) as trainer:
         newest = trainer.publishing.store.newest()
         assert newest is not None and (newest.step, newest.number) == (3, 4)
 
@@ -353,9 +316,7 @@ def test_number_of_a_version_that_is_gone_is_not_published_again(continued: Cont
 def test_repeated_steps_that_may_have_other_bits_are_published_under_a_new_number(
     continued: Continued,
 ) -> None:
-    with ExitStack() as stack:
-        trainer = continued.open(stack, max_steps=9)
-        continued.train(trainer, until=2)
+    continued.train(max_steps=9, until=2)
     old = continued.folder / JOURNAL
     records = {step: read_records(old, step)[0] for step in (1, 2)}
     shutil.rmtree(old)
@@ -367,8 +328,6 @@ def test_repeated_steps_that_may_have_other_bits_are_published_under_a_new_numbe
                     content = encode_update(replace(decode_update(content), arithmetic={}))
                 journal.append(step, content, record.kind)
             journal.commit()
-    with ExitStack() as stack:
-        trainer = continued.open(stack, max_steps=9)
-        trainer.recover()
+    with continued.session(max_steps=9) as trainer:
         numbers = [(each.step, each.number) for each in trainer.publishing.store.versions()]
         assert numbers == [(0, 0), (1, 1), (2, 2), (2, 3)]

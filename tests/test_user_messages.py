@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
-from sample_data import group_of
 
-from peralta_zmq import models
 from peralta_zmq.config.load import help_text
 from peralta_zmq.config.schema import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
-from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer.collector import no_rollouts_text
-from peralta_zmq.trainer.trainer import NO_SIGNAL_STEPS, NoSignalWarning
 from tools import config_reference
 
 COMMAND_LINE = ["bin/x", "@", "configs/lan.toml", "--train.max-steps", "9"]
@@ -49,24 +44,6 @@ def test_trainer_without_generators_names_the_command(monkeypatch: pytest.Monkey
     )
     text = no_rollouts_text(30.4, "tcp://127.0.0.1:5555", ["cat"])
     assert text == "no rollouts for 30 s: no group of cat is complete yet"
-
-
-def test_steps_without_signal_are_named_once_with_three_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = models.load_tokenizer(models.EMBEDDED)
-    groups = [group_of([0.25, 0.25], seed=seed) for seed in range(4)]
-    with RunLog(tmp_path, run="demo", max_steps=99) as run_log:
-        warning, printed = NoSignalWarning(run_log, tokenizer), dict[int, str]()
-        for step in range(1, NO_SIGNAL_STEPS + 5):
-            warning.update(step, groups, 1.0)
-            printed[step] = capsys.readouterr().out
-    assert [step for step, text in printed.items() if text] == [NO_SIGNAL_STEPS]
-    assert (
-        "no learning signal: 100% of groups have equal rewards for 20 steps; "
-        "check the reward and the task's difficulty. Samples: "
-    ) in printed[NO_SIGNAL_STEPS]
-    assert printed[NO_SIGNAL_STEPS].count(" -> 0.25") == 3
 
 
 def test_settings_page_equals_the_schema() -> None:

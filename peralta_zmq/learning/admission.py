@@ -1,8 +1,8 @@
 """Which rollout groups are trained, and the outcome of each group.
 
-A group that is not trained has one of five reasons, as users see them in summary, metrics, events
-and samples.jsonl. `Admission.admit` records the first outcome, in the order of `_decide`, that
-applies; a group with an outcome is settled.
+Users see five reasons why a group is not trained, in summary, metrics, events and samples.jsonl.
+`Admission.admit` records the first outcome, in the order of `_decide`, that applies; a group with
+an outcome is settled.
 
     reason       outcomes in the ledger
     no signal    no_signal: in the batch, but all rewards are equal, so its gradient is 0
@@ -13,12 +13,12 @@ applies; a group with an outcome is settled.
     lost         lost: it never arrived, and its sender will not send it again
 
 Completions of held-out problems are `evaluated`. A group that arrives after it has been settled,
-even as lost, is a duplicate: it is dropped and counted. A step is skipped, with all its groups, if
-its gradient is not finite.
+even as lost, is a duplicate: it is dropped and counted.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,12 +32,8 @@ Outcome: TypeAlias = Admitted | Dropped
 AdmissionDecision: TypeAlias = Outcome | Literal["duplicate"]
 ADMITTED: tuple[str, ...] = get_args(Admitted)
 OUTCOMES: tuple[str, ...] = (*ADMITTED, *get_args(Dropped))
-# A gap is a range of groups that have not arrived although later groups of the sender have. Groups
-# above a gap are stored one by one, so their number is limited:
-MAX_ABOVE = 1024  # settled groups above a gap, per sender
-# Largest valid jump of a sender's group number. A sender drops groups, and so skips numbers,
-# after a roll-back of the run and when its outbox is full, but always fewer than this. A larger
-# jump must be an error, and would distort the count of lost groups.
+# Largest valid jump of a sender's group number. A sender that drops groups, after a roll-back or
+# with a full outbox, skips fewer numbers. A larger jump would distort the count of lost groups.
 MAX_JUMP = 1 << 20
 
 
@@ -47,24 +43,20 @@ class Admission:
 
     max_off_policy_steps: int  # train.max_off_policy_steps, or 0 if train.max_async_level is 0
     online_difficulty_filtering: bool = False
-    """Drop groups whose mean reward is exactly 0 or 1."""
     ledger: Ledger = field(default_factory=lambda: Ledger())
     abandoned: set[str] = field(default_factory=set[str])
-    """The `weights_id` of each weight version that a roll-back of the run has undone."""
+    """`weights_id` of the weight versions that a roll-back of the run has undone."""
     is_over: bool = False  # the last step is taken, so that no group is trained anymore
     duplicates: int = 0  # groups that arrived when they were settled
 
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:
         """Decide whether step `step` trains the group, and settle it with the outcome."""
         decision = self._decide(group, step)
-        group_number = group.group_number
-        min_group_number = group.min_group_number
-        if self.ledger.settle(
-            group.sender, group_number, decision, min_group_number=min_group_number
-        ):
-            return decision
-        self.duplicates += 1
-        return "duplicate"
+        is_new = self.ledger.settle(
+            group.sender, group.group_number, decision, min_group_number=group.min_group_number
+        )
+        self.duplicates += not is_new
+        return decision if is_new else "duplicate"
 
     def _decide(self, group: RolloutGroup, step: int) -> Outcome:
         """Return the first outcome, in the order of the module's table, that applies."""
@@ -87,8 +79,7 @@ class Admission:
 def staleness(group: RolloutGroup, *, step: int) -> int:
     """Age, at training step `step`, of the oldest weights that sampled the group.
 
-    The age is the number of training steps after the one that produced the weights and before
-    `step`; so the newest weights, those of `step` - 1, have age 0.
+    The newest weights, those of `step` - 1, have age 0.
     """
     return max(0, step - 1 - group.policy_step)
 
@@ -96,10 +87,10 @@ def staleness(group: RolloutGroup, *, step: int) -> int:
 class Ledger:
     """The settled groups of each sender, and the number of groups with each outcome.
 
-    Groups can arrive out of order. All groups of a sender up to group number `settled(sender)`
-    are settled, and perhaps some later ones, above a gap. Every settled group has exactly one
-    outcome, so the outcomes sum to `total`. In memory are at most `max_senders` senders, and
-    `max_above` settled groups above gaps, of about 100 bytes each.
+    All groups of a sender up to group number `settled(sender)` are settled, and perhaps some later
+    ones, above a gap: groups that have not arrived. Every settled group has exactly one outcome,
+    so the outcomes sum to `total`. In memory are at most `max_senders` senders, and settled groups
+    above gaps (100 bytes each): `max_above` of all senders, `max_above_of_sender` of one.
     """
 
     def __init__(
@@ -108,9 +99,11 @@ class Ledger:
         *,
         max_senders: int = 1 << 16,
         max_above: int = 1 << 17,
+        max_above_of_sender: int = 1024,
     ) -> None:
         self._max_senders = max_senders
         self._max_above = max_above
+        self._max_above_of_sender = max_above_of_sender
         saved = saved or {"senders": {}, "outcomes": {}, "forgotten": 0}
         senders: Mapping[str, tuple[int, list[int]]] = saved["senders"]
         self.outcomes: Counter[str] = Counter(saved["outcomes"])
@@ -135,7 +128,7 @@ class Ledger:
             return False
         self.outcomes[outcome] += 1
         above = above | {group_number}
-        if len(above) > MAX_ABOVE:  # close the first gap
+        if len(above) > self._max_above_of_sender:  # close the first gap
             min_group_number = max(min_group_number, min(above))
         if min_group_number > settled + 1:
             passed = {number for number in above if number < min_group_number}
@@ -155,7 +148,6 @@ class Ledger:
         return True
 
     def is_plausible(self, sender: str, group_number: int) -> bool:
-        """False if the group_number is more than MAX_JUMP above the sender's highest."""
         return group_number - self.highest(sender) <= MAX_JUMP
 
     @property
@@ -196,13 +188,11 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """An independent copy; much faster than `saved`."""
-        ledger = Ledger(max_senders=self._max_senders, max_above=self._max_above)
+        ledger = copy.copy(self)
         ledger.outcomes = self.outcomes.copy()
-        ledger._forgotten = self._forgotten
         # Both share the sets in `_above`: `settle` replaces a set instead of changing it.
         ledger._settled = self._settled.copy()
         ledger._above = self._above.copy()
-        ledger._num_above = self._num_above
         return ledger
 
     def _pop_above(self, sender: str) -> set[int]:
@@ -212,10 +202,9 @@ class Ledger:
         return above
 
     def _limit_memory(self) -> None:
-        """Close gaps if `max_above` is exceeded; forget a sender if `max_senders` is exceeded.
+        """Above a limit, close the gaps, whose groups become lost, or forget a sender.
 
-        The gaps closed are those of the least recently active sender that has any; the groups
-        missing in them become lost. The sender forgotten is the least recently active one.
+        Chooses the least recently active sender.
         """
         if self._num_above > self._max_above:
             oldest = next(iter(self._above))

@@ -1,7 +1,6 @@
 """Advantages of rollouts from their rewards, and filters that remove rollouts.
 
-To add a function, write it here and add its line to the table in `registry.py`. The function's
-keywords are options.
+A function of the table in `registry.py`; its keywords are options.
 
     def advantage(rewards, lengths, *, option=...) -> list[float]
 
@@ -12,8 +11,8 @@ rollouts instead (`turn_advantages`).
 
     def filter(rollout, *, option=...) -> bool
 
-returns True for a rollout to detect. The rewards of rollouts that a filter removes from the loss
-still count in the metrics and in the advantages of the group. The keywords `vocab_size` and
+returns True for a rollout to detect. A rollout that a filter removes from the loss still counts in
+the metrics and in the advantages of the group. The keywords `vocab_size` and
 `max_completion_length` get their values from the run.
 """
 
@@ -40,8 +39,6 @@ Advantage: TypeAlias = "float | tuple[float, ...]"
 ScaleRewards: TypeAlias = Literal["group", "batch", "none"]
 # Weight of each term of the reward, by label of the environment and name of the term; others: 1.
 TermWeights: TypeAlias = Mapping[str, Mapping[str, float]]
-EPS = 1e-4  # added to a standard deviation, as in TRL
-WHITENING_EPS = 1e-5  # as in AReaL
 
 
 # Advantages
@@ -57,9 +54,8 @@ def advantages_of(
     """Compute the advantages of each group's rollouts from their rewards.
 
     With `term_weights`, the rewards are `normalized_rewards`. If they are equal within rounding,
-    the group's list of advantages is empty; `keep_zero_std` turns off this exception. For groups
-    with rewards of turns, the result of `turn_advantages`. Raises ConfigError as
-    `check_turn_rewards`.
+    the group's list is empty, unless `keep_zero_std` is set. Groups with rewards of turns have
+    `turn_advantages`. Raises ConfigError as `check_turn_rewards`.
     """
     if any(any(group.turn_rewards) for group in groups):
         check_turn_rewards(advantage, normalizes=term_weights is not None)
@@ -97,10 +93,9 @@ def advantages_of(
 
 
 def normalized_rewards(group: RolloutGroup, weights: Mapping[str, float]) -> list[float]:
-    """R = sum(w z) over the terms of the reward, z = (term - mean) / (std + EPS).
+    """R = sum(w z) over the terms of the reward, z = `group_zscore` of a term (GDPO, 2601.05242).
 
-    Mean and sample standard deviation are those of the group (GDPO, arXiv 2601.05242). A missing
-    term adds 0.
+    A missing term adds 0.
     """
     terms = [rollout.rewards or {"reward": rollout.reward} for rollout in group.rollouts]
     sums = [0.0] * len(terms)
@@ -120,8 +115,8 @@ def turn_advantages(
     `advantage` compares the returns (`returns_of`) of the first turns of all rollouts, then of the
     second turns of all rollouts that have two, and so on, with the lengths of these turns. A turn
     with equal returns, or of one rollout only, has the advantage 0. If all turns have, the list is
-    empty, unless `keep_zero_std` is set. Returns as advantages: GTPO (arXiv 2511.14846), here with
-    discount 1; a comparison of equal turns: MT-GRPO (arXiv 2505.11821).
+    empty, unless `keep_zero_std` is set. Sources: GTPO (arXiv 2511.14846), with discount 1, and
+    MT-GRPO (arXiv 2505.11821).
     """
     if not (group.has_signal or keep_zero_std):
         return []
@@ -140,10 +135,7 @@ def turn_advantages(
 
 
 def check_turn_rewards(advantage: AdvantageFunction, *, normalizes: bool) -> None:
-    """Raise ConfigError for settings that have no meaning with rewards of turns.
-
-    Those are estimators that compare different turns or groups, and normalized terms.
-    """
+    """Raise ConfigError for settings that compare different turns, groups or terms."""
     step_wide = step_wide_setting(advantage)
     normalized = "advantage.multi_objective_aggregation normalize_then_sum" if normalizes else ""
     if setting := step_wide or normalized:
@@ -164,7 +156,7 @@ def step_wide_setting(advantage: AdvantageFunction) -> str:
 
 
 def token_advantages(rollout: Rollout, advantage: Advantage) -> NDArray[np.float64]:
-    """The advantage of each generated token; those of the other tokens have no meaning. [T]"""
+    """The advantage of each generated token; other tokens have any value. [T]"""
     if isinstance(advantage, tuple):
         return np.array(advantage)[rollout.turn_indices]
     return np.full(len(rollout.token_ids), advantage)
@@ -192,10 +184,10 @@ def group_zscore(
     scale_rewards: ScaleRewards = "group",
     step_rewards: Sequence[float] = (),
 ) -> list[float]:
-    """(R - mean) / (std + EPS) (GRPO), with the sample standard deviation.
+    """(R - mean) / (std + 1e-4), as TRL's GRPO, with the sample standard deviation.
 
-    std is that of the group, or with `scale_rewards` "batch" of the rewards of all groups of the
-    step. With "none" the divisor is 1 (Dr. GRPO).
+    With `scale_rewards` "batch", std is that of the rewards of all groups of the step; with "none"
+    the divisor is 1 (Dr. GRPO).
     """
     deviations = _deviations(rewards, fmean(rewards))
     return _scaled(deviations, _scale(scale_rewards, rewards, step_rewards))
@@ -235,13 +227,13 @@ def token_whitening(
     step_rewards: Sequence[float] = (),
     step_lengths: Sequence[int] = (),
 ) -> list[float]:
-    """(R - mean) / (std + WHITENING_EPS) over the trained tokens of the step (AReaL)."""
+    """(R - mean) / (std + 1e-5) over the trained tokens of the step (AReaL)."""
     if equal_within_rounding(step_rewards):
         return [0.0] * len(rewards)
     mean = _token_mean(step_rewards, step_lengths)
     squares = [(reward - mean) ** 2 for reward in step_rewards]
     std = math.sqrt(_token_mean(squares, step_lengths))
-    return [(reward - mean) / (std + WHITENING_EPS) for reward in rewards]
+    return [(reward - mean) / (std + 1e-5) for reward in rewards]
 
 
 def _deviations(rewards: Sequence[float], baseline: float) -> list[float]:
@@ -257,12 +249,12 @@ def _deviations(rewards: Sequence[float], baseline: float) -> list[float]:
 def _scale(
     scale_rewards: ScaleRewards, rewards: Sequence[float], step_rewards: Sequence[float]
 ) -> float:
-    """Sample standard deviation + EPS of the rewards that are selected; 1 for "none"."""
+    """Sample standard deviation + 1e-4 of the rewards that are selected; 1 for "none"."""
     if scale_rewards == "none":
         return 1.0
     scaled = step_rewards if scale_rewards == "batch" else rewards
     squares = [each**2 for each in _deviations(scaled, fmean(scaled))]
-    return math.sqrt(math.fsum(squares) / max(1, len(scaled) - 1)) + EPS
+    return math.sqrt(math.fsum(squares) / max(1, len(scaled) - 1)) + 1e-4
 
 
 def _scaled(deviations: Sequence[float], divisor: float) -> list[float]:
@@ -285,16 +277,15 @@ class Filter:
 
     name: str  # in metrics
     detects: Callable[[Rollout], bool]
-    enforce: bool = False  # remove detected rollouts from the loss instead of only counting them
+    enforce: bool = False  # also remove detected rollouts from the loss
 
 
 def apply_filters(
     groups: Sequence[RolloutGroup], filters: Sequence[Filter]
 ) -> tuple[list[list[bool]], dict[str, int]]:
-    """Return one flag per rollout for each group, and numbers of rollouts.
+    """Return one flag per rollout for each group, False if it is removed from the loss.
 
-    A flag is False for a rollout removed from the loss. `filter/NAME` is the number of rollouts
-    that filter NAME detected; `filter/taken_out` is the number removed from the loss.
+    Also numbers of rollouts: filter/NAME detected by a filter, filter/taken_out removed.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     included = [True] * len(rollouts)
@@ -317,10 +308,7 @@ def gibberish(
     token_id_threshold: int = 100_000,
     logprob_offset: float = 2.0,
 ) -> bool:
-    """Detect a token with a large id and a very low probability (Surogate).
-
-    The id is above token_id_threshold, and logprob < -ln(vocab_size) - logprob_offset.
-    """
+    """Detect a token with a large id and logprob < -ln(vocab_size) - logprob_offset (Surogate)."""
     is_unlikely = rollout.logprobs < -math.log(vocab_size) - logprob_offset
     has_large_id = rollout.token_ids > token_id_threshold
     return bool((rollout.loss_mask & has_large_id & is_unlikely).any())
@@ -333,12 +321,8 @@ def repetition(
     window: int = 3000,
     prob_threshold: float = 0.99,
 ) -> bool:
-    """Detect `window` consecutive tokens that were almost certain (Surogate).
-
-    Almost certain: a probability above prob_threshold. The window is at most half of
-    max_completion_length, so that the filter also works in runs with short completions.
-    """
-    window = max(1, min(window, max_completion_length // 2))
+    """Detect `window` consecutive tokens with probabilities above prob_threshold (Surogate)."""
+    window = max(1, min(window, max_completion_length // 2))  # shorter for short completions
     is_certain = rollout.logprobs[rollout.loss_mask] > math.log(prob_threshold)
     # Runs of certain tokens lie between the uncertain tokens.
     boundaries = np.concatenate([[-1], np.flatnonzero(~is_certain), [len(is_certain)]])

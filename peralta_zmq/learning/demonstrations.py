@@ -23,16 +23,13 @@ from peralta_zmq.rollout import Rollout, RolloutGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
-    """Demonstrations with the settings of their training.
-
-    `compute_logprobs` is the policy's forward pass; `packing` has the temperature 1.
-    """
+    """Demonstrations with the settings of their training; `packing` has the temperature 1."""
 
     rollouts: Sequence[Rollout]  # the loss mask is True on the completion
     weight: float  # of the mean negative logprob of their tokens
     batch_size: int  # demonstrations per training step
     seed: int
-    compute_logprobs: ComputeLogprobs
+    compute_logprobs: ComputeLogprobs  # the policy's forward pass
     packing: Packing
 
     def of_step(self, step: int) -> list[Rollout]:

@@ -1,8 +1,8 @@
 """Ranks of a data-parallel trainer: gloo on CPUs, NCCL and FSDP2 on CUDA.
 
-A rank is one process of the trainer. Rank 0 sends commands to the others, as JSON and raw bytes,
-never as pickle. Some modules of torch.distributed are imported in the functions that use them: one
-rank can train with a torch build that lacks them.
+Rank 0 sends commands to the others, as JSON and raw bytes, never as pickle. Some modules of
+torch.distributed are imported in the functions that use them: one rank can train with a torch build
+that lacks them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from torch import Tensor
 from peralta_zmq.errors import RankError
 
 Module = TypeVar("Module", bound=torch.nn.Module)
-
-COMMAND_TIMEOUT = timedelta(days=365)  # longer than any time between two commands
 
 
 class SingleRank:
@@ -74,7 +72,8 @@ class DistributedRanks:
         self.world_size = dist.get_world_size()
         self.lockstep = shards
         self._device = device
-        self._commands: Any = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
+        # The timeout is longer than any time between two commands.
+        self._commands: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     # Reductions
 
@@ -84,7 +83,7 @@ class DistributedRanks:
             dist.all_reduce(tensor)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Concatenate the values [n] of all ranks, in the order of the ranks; n may differ."""
+        """Concatenate the values [n] of all ranks, in their order; n may differ."""
         counts = torch.zeros(self.world_size, dtype=torch.int64)
         counts[self.rank] = len(values)
         self.all_reduce(counts)
@@ -100,10 +99,7 @@ class DistributedRanks:
         return [json.loads(self._broadcast_bytes(content, source=rank)) for rank in ranks]
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Replace each parameter's gradient by its sum over all ranks.
-
-        A rank without a gradient adds zero.
-        """
+        """Replace each gradient by its sum over all ranks; a rank without one adds zero."""
         if self.lockstep:  # FSDP has summed the gradients in the backward pass
             return
         counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
@@ -119,10 +115,7 @@ class DistributedRanks:
     # Parameters
 
     def prepare(self, model: Module) -> Module:
-        """Copy rank 0's weights to all ranks; return the model to train.
-
-        That is `model` itself, or with shards a sharded copy of it.
-        """
+        """Copy rank 0's weights to all ranks; returns `model`, or with shards a sharded copy."""
         with _rank_errors():
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, 0)
@@ -155,10 +148,7 @@ class DistributedRanks:
         self._broadcast_bytes(b"".join([header, b"\n", *payloads]), group=self._commands)
 
     def receive_command(self) -> dict[str, Any]:
-        """Wait for the next command; return its fields, with its payloads as "payloads".
-
-        All ranks except 0 call it.
-        """
+        """Wait for rank 0's next command; return its fields, with its payloads as "payloads"."""
         header, _, content = self._broadcast_bytes(b"", group=self._commands).partition(b"\n")
         fields = json.loads(header)
         stream = io.BytesIO(content)
@@ -213,10 +203,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_tensor(tensor: Tensor, *, rank: int) -> Tensor:
-    """Return the full tensor of a sharded tensor: on rank 0, on the CPU.
-
-    The other ranks get an empty tensor. `rank` is the rank of this process.
-    """
+    """The full tensor on the CPU of rank 0; other ranks get an empty one. `rank` is this rank."""
     if not is_sharded(tensor):
         return tensor
     is_short = tensor.dtype == torch.int16  # which NCCL cannot send
@@ -230,13 +217,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_tensor(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of a full tensor, on the device of `like`.
-
-    The tensor stays whole if `like` is unsharded or has another shape, as for the step count of a
-    parameter's optimizer state.
-    """
+    """Return this rank's shard of a full tensor, as `like` is sharded, on its device."""
     tensor = tensor.to(like.device)
-    if not is_sharded(like) or tensor.shape != like.shape:
+    if not is_sharded(like) or tensor.shape != like.shape:  # another shape: the optimizer's step
         return tensor
     from torch.distributed.tensor import distribute_tensor
 

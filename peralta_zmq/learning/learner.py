@@ -9,10 +9,9 @@ A training step filters the rollouts and computes advantages (advantages.py), pa
 micro-batches (packing.py), computes the logprobs of reference models, and updates the parameters
 (update.py).
 
-`compute` leaves few micro-batches for the time after the last group has arrived. They depend only
-on the groups and their order, not on the time at which they arrive: a restarted trainer that
-repeats the step computes the same bits. A step with an update whose gradient is not finite counts
-as skipped.
+The micro-batches depend only on the groups and their order, not on the time at which they arrive: a
+restarted trainer that repeats the step computes the same bits. A step with an update whose gradient
+is not finite counts as skipped.
 """
 
 from __future__ import annotations
@@ -63,15 +62,8 @@ from peralta_zmq.learning.reference_models import (
 )
 from peralta_zmq.learning.selection import TokenSelection
 from peralta_zmq.learning.step_metrics import Mismatch
-from peralta_zmq.learning.update import (
-    ComputedBatch,
-    Divisor,
-    add_gradient,
-    update_parameters,
-)
+from peralta_zmq.learning.update import ComputedBatch, Divisor, add_gradient, update_parameters
 from peralta_zmq.rollout import RolloutGroup
-
-MAX_SKIPPED = 3  # the run ends after this number of consecutive skipped steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +80,9 @@ class LearnerSettings:
     num_iterations: int = 1  # updates on each mini-batch
     keep_zero_std: bool = False  # train also on groups in which all rewards are equal
     divisor: Divisor | None = None
-    """The total over the step by which the loss divides, if micro-batches may be computed before
-    all groups of a step are there; None if a step needs all of its groups first."""
+    """Total over the step by which the loss divides; None if a step needs all of its groups before
+    its first micro-batch."""
+    max_skipped: int = 3  # consecutive skipped steps that end the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +93,9 @@ class StepResult:
     metrics: dict[str, float]
     skip_reason: str = ""  # empty if the step was not skipped
     mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
-    excluded: dict[str, str] = field(default_factory=dict[str, str])
-    """Name of each excluded group -> the reason."""
+    excluded: dict[str, str] = field(default_factory=dict[str, str])  # group -> the reason
     advantages: Sequence[Sequence[float]] = ()
-    """One list per group, of the mean over the tokens of each rollout; empty for a group without
-    signal."""
+    """By group and rollout, mean over tokens; empty for a group without signal."""
 
 
 @dataclass(slots=True)
@@ -129,8 +120,8 @@ class Learner:
     """Trains parameters on groups of rollouts. `step` counts the steps taken.
 
     `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
-    with an entropy bonus. `update` returns the numbers of the updates of a step, counted from 1.
-    Every rank of `ranks` must make the same calls with the same groups.
+    with an entropy bonus. `update` returns the numbers of a step's updates. Every rank must make
+    the same calls with the same groups.
     """
 
     def __init__(
@@ -150,7 +141,8 @@ class Learner:
     ) -> None:
         self.step = 0
         self._update = update
-        self._num_skipped = self._num_skipped_in_a_row = 0
+        self._num_skipped = 0
+        self._num_skipped_in_a_row = 0
         self._parameters = parameters
         self._settings = settings
         self._ranks = ranks
@@ -191,10 +183,7 @@ class Learner:
         return self.finish_step(repeated=repeated)
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
-        """Add groups to step `self.step + 1`, and divide them into full micro-batches.
-
-        Only keeps the groups for `finish_step` if `LearnerSettings.divisor` is None.
-        """
+        """Add groups to step `self.step + 1`; divide them into full micro-batches if it may."""
         if not groups:
             return
         started = time.monotonic()
@@ -234,9 +223,8 @@ class Learner:
     def finish_step(self, *, repeated: adamw.UpdateSettings | None = None) -> StepResult:
         """Take step `self.step + 1` on the added groups.
 
-        When a restarted trainer repeats a step from its journal, `repeated` has the numbers that
-        the step was trained with. Raises TrainingError at the third consecutive skipped step, but
-        never in a repeated step, because then every restart would fail.
+        `repeated` has the numbers of a step that a restarted trainer repeats. Raises TrainingError
+        at the third consecutive skipped step, but not in a repeated step: every restart would fail.
         """
         while self.compute():
             pass
@@ -310,11 +298,7 @@ class Learner:
             keep_zero_std=settings.keep_zero_std,
         )
         samples, metrics = pack_groups(
-            groups,
-            advantages,
-            settings.packing,
-            included=included,
-            first_group=current.num_sampled,
+            groups, advantages, settings.packing, included=included, first_group=current.num_sampled
         )
         current.advantages += advantages
         current.samples += samples
@@ -327,8 +311,7 @@ class Learner:
     ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """Micro-batches of each mini-batch of a step, and metrics of the selection of tokens.
 
-        At least one, and no more than groups. Their reference logprobs, and those of the policy if
-        its weights change before it uses them, are computed here, before the first update.
+        They have the logprobs of all models before the first update that a later one needs.
         """
         settings = self._settings
         num_groups = samples[-1].group + 1 if samples else 1
@@ -361,12 +344,13 @@ class Learner:
         return batches
 
     def _count_skipped(self, skip_reason: str, *, is_repeated: bool) -> None:
-        """Count the step if it was skipped; raises TrainingError as `learn` does."""
+        """Count the step if it was skipped; raises TrainingError as `finish_step` does."""
         self._num_skipped += bool(skip_reason)
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skip_reason else 0
-        if self._num_skipped_in_a_row >= MAX_SKIPPED and not is_repeated:
+        max_skipped = self._settings.max_skipped
+        if self._num_skipped_in_a_row >= max_skipped and not is_repeated:
             raise TrainingError(
-                f"steps {self.step - MAX_SKIPPED + 1} to {self.step} had no finite gradient "
+                f"steps {self.step - max_skipped + 1} to {self.step} had no finite gradient "
                 f"({skip_reason}) and were skipped. The same command continues with new "
                 "groups; if it ends here again, lower train.learning_rate, or go back with "
                 "--run.fork and --run.from-step, and with other rewards or another [loss]"
@@ -377,10 +361,9 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Tensors of a checkpoint by path, unsharded; only rank 0 gets all tensors.
 
-        The random state is that at the end of the newest step, whatever `add` has computed.
-        Paths: model/NAME, remainder/NAME (`MasterWeights`), OPTIM/KIND/NAME (`adamw.state_of`),
-        reference/NAME (only of a reference with sync_steps), rng/torch, skipped and demonstrations
-        (`Demonstrations.state`).
+        The random state is that at the end of the newest step. Paths: model/NAME, remainder/NAME
+        (`MasterWeights`), OPTIM/KIND/NAME (`adamw.state_of`), reference/NAME (with sync_steps),
+        rng/torch, skipped, demonstrations.
         """
         gather = partial(gather_tensor, rank=self._ranks.rank)
         tensors = {path: gather(tensor) for path, tensor in self._live_tensors().items()}

@@ -33,14 +33,6 @@ from peralta_zmq.errors import ConfigError
 # Bounds of |lr|, so that the ratio of a very improbable token stays finite.
 MAX_LOG_RATIO = 20.0  # default
 STRICT_LOG_RATIO = 10.0  # in GRPO's ratio of a token, and in PipelineRL's k3
-# Masks and limit of the ratio in the losses of Surogate and prime-rl with objective importance.
-MEAN_RATIOS = (0.1, 10.0)  # geometric mean over a rollout
-MAX_TOKEN_RATIO = 100.0
-MAX_SEQUENCE_RATIO = 10.0
-SAPO_TEMPERATURES = (1.0, 1.05)  # of the soft clip, for A > 0 and others
-VESPO_EXPONENTS = (2.0, 3.0)  # k, for A >= 0 and others
-VESPO_DECAYS = (3.0, 2.0)  # l
-VESPO_LOG_RATIOS = (math.log(1e-8), 20.0)  # bounds in TRL
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +48,8 @@ class Tokens:
     step_tokens: float  # unmasked tokens of the whole update on all ranks, at least 1
     step_sequences: float  # rollouts with an unmasked token in the whole update, at least 1
     prox_logprobs: Tensor | None = None
-    """By the policy before the first update of the step. If the step has only one update, they are
-    `logprobs` without gradient. The trainer always sets the field; a direct call may omit it."""
+    """By the policy before the first update of the step: in the only update of a step, `logprobs`
+    without gradient. The trainer always sets the field; a direct call may omit it."""
     ref_logprobs: Tensor | None = None  # by the reference model, if the run has one
     teacher_logprobs: Tensor | None = None  # by the teacher model, if the run has one
     entropy: Tensor | None = None  # of the policy's distribution, with gradient, for entropy_coef
@@ -138,8 +130,7 @@ def policy_loss(
         scale = _vespo_scale(tokens, log_ratio, weight)
         per_token = -scale * advantages * tokens.logprobs
     else:
-        objective = OBJECTIVES[loss.objective]
-        per_token, clipped = objective(ratio, advantages, tokens.logprobs, section)
+        per_token, clipped = _objective(loss.objective, ratio, advantages, tokens.logprobs, section)
         per_token = per_token if weight is None else per_token * weight
         is_by_token = section.importance_sampling_level == "token"
         mean = token_mean if is_by_token else _rollout_mean
@@ -177,107 +168,64 @@ def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
     return with_bonus
 
 
-# Objectives: the loss [N] of a token from r [N], A [N] and pi [N]. The flags, bool [N] by the name
-# of their metric, are true for the tokens that the objective clips.
-
-Objective: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, LossSection], tuple[Tensor, dict[str, Tensor]]
-]
+# Parts: the objective, the advantage, the ratio, the off-policy correction and the masks
 
 
-def _reinforce(
-    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
+def _objective(
+    name: str, ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if section.epsilon_high is None:
-        return -advantages * logprobs, {}
-    return _weighted(ratio, advantages * logprobs, 1 + section.epsilon_high)
+    """The loss [N] of a token from r, A and pi; and bool [N] by metric, True for clipped tokens.
 
-
-def _cispo(
-    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return _weighted(ratio, advantages * logprobs, section.epsilon_high or math.inf)
-
-
-def _importance(
-    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
-) -> tuple[Tensor, dict[str, Tensor]]:
-    is_of_rollout = section.importance_sampling_level == "sequence_product"
-    limit = MAX_SEQUENCE_RATIO if is_of_rollout else math.inf
-    return _weighted(ratio, advantages * logprobs, limit)[0], {}
-
-
-def _weighted(ratio: Tensor, objective: Tensor, limit: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg[min(ratio, limit)] objective."""
-    weight = ratio.detach()
-    return -weight.clamp(max=limit) * objective, {"clip_ratio/high_mean": weight > limit}
-
-
-def _on_policy(
-    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The value is -A, the gradient that of reinforce."""
-    return -advantages * (logprobs - logprobs.detach()).exp(), {}
-
-
-def _unclipped(
-    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return -advantages * ratio, {}
-
-
-def _ppo(
-    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clip, two-sided with delta: arXiv 2505.07291, and where A < 0 1912.09729 (dual clip).
-
-    The metrics have TRL's names; a flag is true where the clip removes the gradient.
+    ppo has the metrics of TRL. Its delta is that of arXiv 2505.07291, and of 1912.09729 (dual clip)
+    where A < 0. The soft clip of sapo has at r = 1 the gradient of -A r.
     """
-    low = 1 - section.epsilon
-    high = 1 + (section.epsilon if section.epsilon_high is None else section.epsilon_high)
-    clipped = ratio.clamp(low, high)
-    if section.delta is not None:
-        ratio = ratio.clamp(max=section.delta)
-    loss = torch.maximum(-ratio * advantages, -clipped * advantages)
-    return loss, {
-        "clip_ratio/low_mean": (ratio.detach() < low) & (advantages < 0),
-        "clip_ratio/high_mean": (ratio.detach() > high) & (advantages > 0),
-    }
-
-
-def _sapo(
-    ratio: Tensor, advantages: Tensor, logprobs: Tensor, section: LossSection
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A soft clip, whose gradient at r = 1 is that of -A r."""
-    t = torch.where(advantages > 0, *SAPO_TEMPERATURES).to(ratio.dtype)
-    return -advantages * torch.sigmoid(t * (ratio - 1)) * 4 / t, {}
-
-
-OBJECTIVES: dict[str, Objective] = {
-    "reinforce": _reinforce,
-    "importance": _importance,
-    "on_policy": _on_policy,
-    "ratio": _unclipped,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "sapo": _sapo,
-}
+    if name == "on_policy":  # the value is -A, the gradient that of reinforce
+        return -advantages * (logprobs - logprobs.detach()).exp(), {}
+    if name == "ratio":
+        return -advantages * ratio, {}
+    if name == "ppo":
+        low = 1 - section.epsilon
+        high = 1 + (section.epsilon if section.epsilon_high is None else section.epsilon_high)
+        clipped = ratio.clamp(low, high)
+        if section.delta is not None:
+            ratio = ratio.clamp(max=section.delta)
+        return torch.maximum(-ratio * advantages, -clipped * advantages), {
+            "clip_ratio/low_mean": (ratio.detach() < low) & (advantages < 0),
+            "clip_ratio/high_mean": (ratio.detach() > high) & (advantages > 0),
+        }
+    if name == "sapo":
+        temperature = torch.where(advantages > 0, 1.0, 1.05).to(ratio.dtype)
+        return -advantages * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature, {}
+    weight = ratio.detach()
+    if name == "importance":
+        is_of_rollout = section.importance_sampling_level == "sequence_product"
+        weight = weight.clamp(max=10.0 if is_of_rollout else math.inf)  # as in prime-rl
+        return -weight * (advantages * logprobs), {}
+    if name == "cispo":
+        limit = section.epsilon_high or math.inf
+    elif section.epsilon_high is None:
+        return -advantages * logprobs, {}
+    else:
+        limit = 1 + section.epsilon_high
+    flags = {"clip_ratio/high_mean": weight > limit}
+    return -weight.clamp(max=limit) * (advantages * logprobs), flags
 
 
 @torch.no_grad()
 def _vespo_scale(tokens: Tokens, log_ratio: Tensor, weight: Tensor | None) -> Tensor:
-    """W^k exp(l (1 - W)), [N]; W = product of r and w over the token's rollout, within bounds."""
+    """W^k exp(l (1 - W)), [N], with TRL's k, l and bounds.
+
+    W is the product of r and w over the token's rollout.
+    """
+    lowest = math.log(1e-8)
     total = sequence_sum(tokens, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     if weight is not None:
-        total = total + sequence_sum(tokens, weight.log().clamp(*VESPO_LOG_RATIOS))
-    log_product = total.clamp(*VESPO_LOG_RATIOS)[tokens.sequence]
+        total = total + sequence_sum(tokens, weight.log().clamp(lowest, MAX_LOG_RATIO))
+    log_product = total.clamp(lowest, MAX_LOG_RATIO)[tokens.sequence]
     is_positive = tokens.advantages >= 0
-    k = torch.where(is_positive, *VESPO_EXPONENTS)
-    decay = torch.where(is_positive, *VESPO_DECAYS)
-    return (k * log_product + decay * (1 - log_product.exp())).exp()
-
-
-# Parts: the advantage, the ratio, the off-policy correction and the masks
+    exponent = torch.where(is_positive, 2.0, 3.0)
+    decay = torch.where(is_positive, 3.0, 2.0)
+    return (exponent * log_product + decay * (1 - log_product.exp())).exp()
 
 
 def _advantages(tokens: Tokens, loss: NamedLoss, section: LossSection) -> Tensor:
@@ -345,11 +293,7 @@ def _masks(
 
 
 def _token_masks(
-    tokens: Tokens,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    loss: NamedLoss,
-    section: LossSection,
+    tokens: Tokens, log_ratio: Tensor, advantages: Tensor, loss: NamedLoss, section: LossSection
 ) -> dict[str, Tensor]:
     """Tokens to leave out by metric, bool [N], by the change of their probability."""
     low = list[Tensor]()
@@ -377,10 +321,10 @@ def _rollout_masks(
     off_policy_mask_threshold is one for the mean of mu - pi if A < 0 (DeepSeek-V3.2, TRL).
     """
     masks = dict[str, Tensor]()
-    if loss.objective == "importance":
+    if loss.objective == "importance":  # bounds of Surogate and prime-rl
         mean_ratio = ratio_of(sequence_mean(tokens, log_ratio))
-        masks["masked/geo"] = (mean_ratio < MEAN_RATIOS[0]) | (mean_ratio > MEAN_RATIOS[1])
-        is_outlier = ratio_of(log_ratio) > MAX_TOKEN_RATIO
+        masks["masked/geo"] = (mean_ratio < 0.1) | (mean_ratio > 10.0)
+        is_outlier = ratio_of(log_ratio) > 100.0
         masks["masked/sequence"] = sequence_sum(tokens, is_outlier) > 0
     if section.off_policy_mask_threshold is not None:
         is_negative = sequence_mean(tokens, tokens.advantages) < 0
@@ -390,7 +334,7 @@ def _rollout_masks(
 
 
 def _required(logprobs: Tensor | None, option: str, *, model: str) -> Tensor:
-    """Return `logprobs`. Raises ConfigError if None: the run has no such model."""
+    """Return `logprobs`; ConfigError if the run has no such model."""
     if logprobs is None:
         raise ConfigError(
             f"loss.{option} above 0 needs the logprobs of a {model} model, but this run has none; "
@@ -423,9 +367,9 @@ def ratio_of(log_ratio: Tensor, *, limit: float = MAX_LOG_RATIO) -> Tensor:
 
 
 def kl_estimate(log_ratio: Tensor) -> Tensor:
-    """k3 estimate of a KL divergence per token, e^x - x - 1 for x = log_ratio within +-10.
+    """k3 estimate of a KL divergence (J. Schulman, "Approximating KL divergence", 2020).
 
-    No gradient beyond the limit. J. Schulman, "Approximating KL divergence", 2020.
+    e^x - x - 1 for x = log_ratio within +-10; no gradient beyond the limit.
     """
     x = log_ratio.clamp(-STRICT_LOG_RATIO, STRICT_LOG_RATIO)
     return x.exp() - x - 1

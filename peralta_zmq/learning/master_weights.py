@@ -21,16 +21,14 @@ from peralta_zmq.learning.distributed import Ranks, full_tensor, local_tensor, s
 MakeMasters: TypeAlias = Callable[[str, Tensor], Tensor]
 # Dtype of the remainders. Numbers of float16 near 0 are so coarse that 16 bits are not enough.
 REMAINDERS = {torch.bfloat16: torch.int16, torch.float16: torch.int32}
-PART = 1 << 16  # largest number of elements converted at a time, which fit into a cache
-SAMPLED = 1 << 12  # elements of each tensor from which the movement is estimated
 
 
 class MasterWeights:
     """The masters of `parameters`, which are rounded in place to `dtype`, that of publication.
 
     `make_masters` returns the first masters of the weights of a parameter, which round to these
-    weights. If it is None, or `dtype` has 32 bits, the parameters themselves are the masters, and
-    nothing is rounded.
+    weights. Without it, or if `dtype` has 32 bits, the parameters themselves are the masters.
+    `num_sampled` elements of each tensor estimate the `movement`.
     """
 
     def __init__(
@@ -39,6 +37,7 @@ class MasterWeights:
         dtype: torch.dtype,
         *,
         make_masters: MakeMasters | None,
+        num_sampled: int = 1 << 12,
     ) -> None:
         self._parameters = parameters
         self._dtype = dtype
@@ -57,7 +56,7 @@ class MasterWeights:
         self._sampled: dict[str, Tensor] = {}  # indices of elements in this rank's part
         for name, parameter in parameters.items():
             if size := local_tensor(parameter).numel():
-                indices = torch.randint(size, (SAMPLED,), generator=random)
+                indices = torch.randint(size, (num_sampled,), generator=random)
                 self._sampled[name] = indices.to(parameter.device)
         self._start = self._sample()
 
@@ -92,8 +91,7 @@ class MasterWeights:
 
         With the moves p of published weights and m of masters: weights/moved is p.m / m.m, the
         share of the masters' move that is published; weights/moved_cosine and weights/moved_length
-        are p.m / |p||m| and |p| / |m|. Estimated from SAMPLED elements of each tensor; empty
-        before the masters move. Every rank must call it.
+        are p.m / |p||m| and |p| / |m|. Empty before the masters move. Every rank must call it.
         """
         sums = torch.zeros(3, dtype=torch.float64)
         for name, (masters, published) in self._sample().items():
@@ -115,10 +113,11 @@ class MasterWeights:
         }
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the parameters with their remainders; views of both."""
+        """Views of the parameters and their remainders, in parts that fit into a cache."""
+        part = 1 << 16  # elements
         for name, remainders in self.remainders.items():
             weights = torch.atleast_1d(local_tensor(self._parameters[name].detach()))
-            num_rows = max(1, PART * len(weights) // max(1, weights.numel()))
+            num_rows = max(1, part * len(weights) // max(1, weights.numel()))
             parts = torch.atleast_1d(local_tensor(remainders)).split(num_rows)
             yield from zip(weights.split(num_rows), parts, strict=True)
 

@@ -23,7 +23,6 @@ from peralta_zmq.learning.distributed import Ranks, full_tensor, is_sharded
 
 Optim: TypeAlias = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 OPTIMS: tuple[str, ...] = get_args(Optim)
-EPSILON = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PART = 1 << 22  # elements updated at a time, a multiple of BLOCK
 BLOCK = 256  # elements of a block of 8-bit codes, which has one scale
@@ -32,16 +31,15 @@ QUANTILE_MAPS = ("qmap1", "qmap2")  # constant code tables of bitsandbytes; not 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """What may differ between the updates of a run: numbers, and what computes them."""
+    """Numbers that may differ between the updates of a run, and what computes the update."""
 
     learning_rate: float
     weight_decay: float
     max_grad_norm: float
     adam_beta1: float = 0.9  # decay of the mean of gradients
     adam_beta2: float = 0.95  # decay of their squares; bfloat16 rounds away updates above 0.99
-    arithmetic: Mapping[str, str] = field(
-        default_factory=dict[str, str]
-    )  # see models/step_arithmetic.py
+    arithmetic: Mapping[str, str] = field(default_factory=dict[str, str])
+    """See models/step_arithmetic.py."""
 
 
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, max_steps: int) -> float:
@@ -73,7 +71,7 @@ def make_optimizer(
     Moments in fewer than 32 bits are updated `part` elements at a time, a multiple of BLOCK.
     Raises ConfigError if bitsandbytes is needed and cannot be imported.
     """
-    options: dict[str, Any] = dict(lr=0.0, betas=betas, eps=EPSILON, weight_decay=weight_decay)
+    options: dict[str, Any] = dict(lr=0.0, betas=betas, eps=1e-8, weight_decay=weight_decay)
     if optim == "adamw_bf16":
         return AdamWBf16(parameters.values(), {**options, "part": part})
     if optim == "adamw_8bit":
@@ -88,8 +86,8 @@ def make_optimizer(
 class AdamWBf16(torch.optim.Optimizer):
     """AdamW with bfloat16 moments: 4 bytes of state per parameter instead of 8.
 
-    bfloat16 has 8 significant bits, so a relative change of a moment by less than 1/256 may be
-    rounded away. Larger betas make smaller changes, so the config bounds the betas for this class.
+    A relative change of a moment by less than 1/256 may be rounded away. Larger betas make smaller
+    changes, so the config bounds them.
     """
 
     @torch.no_grad()

@@ -43,8 +43,8 @@ class PackedSample:
     positions: tuple[Int64Array, ...]  # per rollout, indices of its tokens in token_ids
     rollouts: tuple[Rollout, ...]
     advantages: tuple[Advantage, ...]  # per rollout
-    name: str  # of the group: SENDER/SEQUENCE; a sender is one start of a generator
-    task: str  # of the group
+    name: str  # name of the group
+    task: str  # label of the group's environment
     group: int  # index of the group among the groups of the step that have samples
 
 
@@ -111,11 +111,10 @@ def pack_groups(
 ) -> tuple[list[PackedSample], dict[str, int]]:
     """Pack the rollouts of each group into samples of at most max_tokens tokens.
 
-    `advantages` has one value per rollout for each group; a group with an empty list is left out.
-    `included` has one flag per rollout; None includes all. `PackedSample.group` counts from
-    `first_group`. Also returns metrics: rollouts longer than max_tokens whose end was cut off
-    (num_truncated) or whose prompt was too long (num_dropped); tokens in the loss
-    (num_loss_tokens), and generated in groups without any advantage (num_no_signal_tokens).
+    `advantages` and `included` (None: all) have one value per rollout for each group; a group with
+    an empty list is left out. `PackedSample.group` counts from `first_group`. Also returns metrics:
+    rollouts longer than max_tokens whose end was cut off (num_truncated) or whose prompt was too
+    long (num_dropped); tokens in the loss, and generated in groups without any advantage.
     """
     samples = list[PackedSample]()
     num_truncated = 0
@@ -164,8 +163,7 @@ def make_micro_batches(
 
     Without share_prompts each sample counts as long as the longest of its micro-batch (padding).
     Ranks in lockstep must all run the same number of forward passes, so a rank without a sample in
-    a round gets a filler: a copy of another rank's sample with mask 0. The tensors are created on
-    `device`.
+    a round gets a filler: a copy of another rank's sample with mask 0.
     """
     sizes = [len(sample.token_ids) for sample in samples]
     batches = list[MicroBatch]()
@@ -184,8 +182,7 @@ def make_micro_batches(
 def full_micro_batch(samples: Sequence[PackedSample], packing: Packing) -> list[int]:
     """Indices of the samples of the fullest micro-batch; empty if one micro-batch holds all.
 
-    One rank packs all samples as `make_micro_batches` does. If they need several micro-batches, few
-    of the samples that are still to come would fit into the fullest.
+    Few of the samples that are still to come would fit into it. For one rank.
     """
     sizes = [len(sample.token_ids) for sample in samples]
     padded = not packing.share_prompts
@@ -205,9 +202,9 @@ def assign_to_bins(
 ) -> list[list[list[int]]]:
     """Distribute items to rounds; a round has one bin of `capacity` per rank.
 
-    Returns lists of item indices as result[round][rank]. Greedy by decreasing size: an item goes to
-    the least loaded rank of the first round in which this rank has room. With `padded` it takes as
-    much room as the first, largest item of its bin. Only bins of ranks other than 0 may be empty.
+    Returns item indices as result[round][rank]. Greedy by decreasing size: an item goes to the
+    least loaded rank of the first round in which this rank has room. With `padded` it takes as much
+    room as the first, largest item of its bin. Only bins of ranks other than 0 may be empty.
     """
     rounds = list[list[list[int]]]()
     loads = list[list[int]]()
@@ -232,17 +229,9 @@ def _truncated(rollout: Rollout, length: int) -> Rollout:
 
 
 def _next_sample(
-    packable: deque[tuple[Rollout, Advantage]],
-    max_tokens: int,
-    *,
-    name: str,
-    task: str,
-    group: int,
+    packable: deque[tuple[Rollout, Advantage]], max_tokens: int, *, name: str, task: str, group: int
 ) -> PackedSample:
-    """Pack as many rollouts as fit; removes them from the front of `packable`.
-
-    A sample has at least one rollout, so `max_tokens` 0 packs each rollout on its own.
-    """
+    """Pack as many rollouts as fit, at least one; removes them from the front of `packable`."""
     builder = TreeBuilder()
     members = list[tuple[Rollout, Advantage]]()
     while packable and builder.add(packable[0][0].token_ids.tolist(), max_tokens=max_tokens):

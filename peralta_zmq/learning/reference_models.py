@@ -1,7 +1,7 @@
 """Logprobs of a batch's tokens under models that are not trained.
 
-Some losses compare the policy, the model in training, with another model: a reference model is a
-copy of the policy at an earlier step; a teacher is any other model with the same vocabulary.
+A reference model is a copy of the policy at an earlier step; a teacher is any other model with the
+same vocabulary.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def with_logprobs(
 class PolicyCopy:
     """A ReferenceModel that swaps a copy of parameters into the policy for each use.
 
-    With LoRA only the adapters are copied. New adapters add nothing to the base model, so a copy
-    made before the first step computes the base model's logprobs. If `sync_steps` is set, `sync`
-    copies the policy every sync_steps steps, and checkpoints contain the copy.
+    With LoRA only the adapters are copied; new ones add nothing to the base model. If `sync_steps`
+    is set, `sync` copies the policy every sync_steps steps, and checkpoints contain the copy.
     """
 
     def __init__(

@@ -21,12 +21,9 @@ from peralta_zmq.learning.reference_models import ComputeLogprobsAndEntropy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSelection:
-    """Selects tokens by the policy's entropies and logprobs before the step.
+    """Selects tokens by the policy's entropies and logprobs before the step."""
 
-    `compute` is the policy's forward pass; the other options are named as in [loss].
-    """
-
-    compute: ComputeLogprobsAndEntropy
+    compute: ComputeLogprobsAndEntropy  # the policy's forward pass
     top_entropy_quantile: float = 1.0  # 1 = off
     m2_threshold: float | None = None  # None = off
 
@@ -79,8 +76,8 @@ def entropy_bound(entropies: Tensor, top_quantile: float) -> float:
 def second_moment_bound(squares: Tensor, threshold: float) -> float:
     """The lowest square to leave out, so that the mean of the lower ones is below `threshold`.
 
-    `squares` [N] are those of the log ratios of all tokens. The bound leaves out as few tokens as
-    possible, and of tokens with equal squares all or none (M2PO, arXiv 2510.01161, as in AReaL).
+    `squares` [N] are those of the log ratios of all tokens. Leaves out as few tokens as possible
+    (M2PO, arXiv 2510.01161, as in AReaL).
     """
     ascending = squares.sort().values
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1)

@@ -21,17 +21,11 @@ from peralta_zmq.learning.admission import staleness
 from peralta_zmq.learning.distributed import Ranks
 from peralta_zmq.rollout import RolloutGroup
 
-# In steps with groups of the sender:
-WINDOW = 4  # steps in a sender's mean mismatch
-MIN_STEPS = 2  # steps before a sender can be flagged
 MAX_NAMES = 64  # names in each metric of a step; senders of groups choose them
 
 
 def describe_groups(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
-    """Metrics of all groups in the batch of a step, with or without equal rewards.
-
-    `reward_std` is the mean over groups of the standard deviation within a group.
-    """
+    """Metrics of all groups in the batch of a step, with or without equal rewards."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     ages = [staleness(group, step=step) for group in groups]
     lengths = [rollout.num_generated for rollout in rollouts]
@@ -110,13 +104,19 @@ class Mismatch:
 class MismatchStatistics:
     """Mean mismatch of each sender; a sender above `bound` is flagged and remains flagged.
 
-    A generator with another dtype or older weights than the trainer's causes a small mismatch. The
-    mismatch from wrong kernels or wrong weights is larger by orders of magnitude, from the first
-    step on. A mismatch that grows comes from updates that change the policy too much.
+    The mean is that of the last `window` steps with groups of the sender. A generator with another
+    dtype or older weights has a small mismatch. That of wrong kernels or weights is larger by
+    orders of magnitude, from the first step on. One that grows comes from updates that change the
+    policy too much.
     """
 
-    def __init__(self, *, bound: float = 0.1, max_senders: int = 4096) -> None:
+    def __init__(
+        self, *, bound: float = 0.1, window: int = 4, min_steps: int = 2, max_senders: int = 4096
+    ) -> None:
+        """A sender can be flagged after `min_steps`."""
         self.bound = bound
+        self.window = window
+        self._min_steps = min_steps
         self._max_senders = max_senders  # the least recently active is dropped first
         self._flagged: set[str] = set()
         self._steps: dict[str, deque[Mismatch]] = {}
@@ -125,7 +125,7 @@ class MismatchStatistics:
     def record(self, by_sender: Mapping[str, Mismatch]) -> None:
         """Add the mismatch of each sender in one step."""
         for sender, mismatch in by_sender.items():
-            steps = self._steps.pop(sender, deque[Mismatch](maxlen=WINDOW))
+            steps = self._steps.pop(sender, deque[Mismatch](maxlen=self.window))
             steps.append(mismatch)
             self._steps[sender] = steps  # re-inserted as the most recently active
             self._initial.setdefault(sender, mismatch.mean)
@@ -138,7 +138,7 @@ class MismatchStatistics:
         return self._initial[sender]
 
     def mean(self, sender: str) -> float:
-        """Mean mismatch per token over the sender's last WINDOW steps; 0 without steps."""
+        """Mean mismatch per token; 0 without steps."""
         steps = self._steps.get(sender, ())
         return Mismatch(sum(m.kl for m in steps), sum(m.num_tokens for m in steps)).mean
 
@@ -148,7 +148,7 @@ class MismatchStatistics:
             sender: mean
             for sender, steps in self._steps.items()
             if sender not in self._flagged
-            and len(steps) >= MIN_STEPS
+            and len(steps) >= self._min_steps
             and (mean := self.mean(sender)) > self.bound
         }
         self._flagged |= new.keys()
@@ -156,10 +156,7 @@ class MismatchStatistics:
 
 
 def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mismatch]:
-    """Sum the mismatches of each name: parts[i] belongs to names[i].
-
-    A name is that of a sender or a generator.
-    """
+    """Sum the mismatches of each name: parts[i] belongs to names[i]."""
     totals: dict[str, Mismatch] = {}
     for name, part in zip(names, parts, strict=True):
         total = totals.get(name, Mismatch(0.0, 0.0))
@@ -174,10 +171,9 @@ class UpdateSums:
     The metric ess, the effective sample size, is ratio^2 / (number of tokens * ratio_square).
     """
 
-    metrics: dict[str, float] = field(
-        default_factory=lambda: {"loss": 0.0, "mismatch_kl": 0.0}
-    )  # by name; each is a mean, of which every micro-batch adds its part
-    ratio: float = 0.0  # of tokens: probability of the policy divided by that of the generator
+    metrics: dict[str, float] = field(default_factory=lambda: {"loss": 0.0, "mismatch_kl": 0.0})
+    """Means, of which every micro-batch adds its part."""
+    ratio: float = 0.0  # probability of a token by the policy, divided by the generator's
     ratio_square: float = 0.0
     num_not_finite: float = 0.0  # logprobs of the policy
     num_usable: float = 0.0  # micro-batches with a usable group
@@ -209,10 +205,7 @@ class UpdateSums:
 
 @torch.no_grad()
 def mismatch_sums(tokens: losses.Tokens, groups: Sequence[str]) -> UpdateSums:
-    """A micro-batch's part of the sums that compare logprobs of trainer and generators.
-
-    `groups` has the name of each rollout's group.
-    """
+    """A micro-batch's part of the sums; `groups` has the name of each rollout's group."""
     log_ratio = tokens.logprobs - tokens.old_logprobs
     ratio = losses.ratio_of(log_ratio, limit=losses.STRICT_LOG_RATIO)
     kl = losses.kl_estimate(log_ratio)

@@ -9,8 +9,7 @@ excludes
   they are not, the policy is the cause, not the group.
 
 The decision depends only on the group, its micro-batch and the policy, so that a restarted trainer
-excludes the same groups. A group that is split over several micro-batches can be excluded in only
-one of them. Excluded tokens count in the means of the update, because the divisor of the means must
+excludes the same groups. Excluded tokens count in the means of the update, because the divisor must
 be known before the first backward pass. If the gradient of the other groups is not finite, the
 update is skipped.
 """
@@ -40,11 +39,9 @@ from peralta_zmq.learning.packing import MicroBatch
 from peralta_zmq.learning.reference_models import ComputeLogprobs, ComputeLogprobsAndEntropy
 from peralta_zmq.learning.step_metrics import Mismatch, UpdateSums
 
-# Bound on the mean of the importance ratio e^x over the tokens of a group, where x is the policy's
-# logprob minus the generator's, at most 20 (losses.ratio_of). If the generator sampled the tokens
-# with the logprobs that it sends, the expected ratio is at most 1, and by Markov's inequality fewer
-# than 1 of 100 groups exceed the bound. A group of up to 4.8 million tokens exceeds it if a single
-# token has x = 20.
+# Bound on the mean importance ratio (losses.ratio_of) over the tokens of a group. For the logprobs
+# that sampled the tokens, the expected ratio is at most 1, and by Markov's inequality fewer than 1
+# of 100 groups exceed the bound. A single token with the largest ratio, e^20, exceeds it.
 MAX_MEAN_RATIO = 100.0
 MISMATCH = "logprob mismatch"  # reason for an exclusion
 NOT_FINITE = "loss not finite"
@@ -67,8 +64,7 @@ class UpdateResult:
     metrics: dict[str, float]
     skip_reason: str = ""  # empty if the update was not skipped
     mismatch: dict[str, Mismatch] = field(default_factory=dict[str, Mismatch])  # by sender
-    excluded: dict[str, str] = field(default_factory=dict[str, str])
-    """Name of each excluded group -> the reason."""
+    excluded: dict[str, str] = field(default_factory=dict[str, str])  # group -> the reason
 
 
 def update_parameters(
@@ -87,11 +83,10 @@ def update_parameters(
     """Make one update: sum the gradients of all micro-batches, clip, step.
 
     All ranks skip the update if the gradient norm is not finite, or if no group is left because
-    losses are not finite. Metrics: loss, grad_norm, entropy, mismatch_kl, ess, skipped, and those
-    of the loss. `compute_with_entropy` replaces `compute_logprobs` and fills `Tokens.entropy`.
-    `sft` adds other gradients and returns metrics (demonstrations.py). `computed` are further
-    micro-batches, whose gradients `add_gradient` has added; they are divided by the total that
-    `divisor` names.
+    losses are not finite. `compute_with_entropy` replaces `compute_logprobs` and fills
+    `Tokens.entropy`. `sft` adds other gradients and returns metrics (demonstrations.py). `computed`
+    are further micro-batches, whose gradients `add_gradient` has added; they are divided by the
+    total that `divisor` names.
     """
     totals = _totals([*(each.tokens for each in computed), *batches], ranks)
     sums = UpdateSums()
@@ -140,7 +135,6 @@ def add_gradient(
 
 
 def _divide_gradients(optimizer: torch.optim.Optimizer, total: float) -> None:
-    """Divide the gradients of all parameters by a total."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -148,10 +142,7 @@ def _divide_gradients(optimizer: torch.optim.Optimizer, total: float) -> None:
 
 
 def _totals(batches: Sequence[MicroBatch | Tokens], ranks: Ranks) -> tuple[float, float]:
-    """Number of unmasked tokens, and of rollouts with such a token, on all ranks.
-
-    Each number is at least 1, because losses divide by it.
-    """
+    """Unmasked tokens, and rollouts with such a token, on all ranks; each at least 1."""
     tokens = sum(float(batch.mask.sum()) for batch in batches)
     rollouts = sum(len(batch.sequence[batch.mask > 0].unique()) for batch in batches)
     totals = torch.tensor([tokens, rollouts], dtype=torch.float64)
@@ -165,7 +156,7 @@ def _forward(
     compute_logprobs: ComputeLogprobs,
     compute_with_entropy: ComputeLogprobsAndEntropy | None,
 ) -> Tokens:
-    """Compute the input of the loss; `totals` is the result of `_totals`."""
+    """Compute the input of the loss."""
     row = (batch.token_ids, batch.trees, batch.scored)
     temperature = batch.temperatures
     if compute_with_entropy is None:
@@ -238,10 +229,7 @@ def _skip_reason(loss: TokenLoss, sums: UpdateSums) -> str:
 
 @torch.no_grad()
 def mismatched_groups(tokens: Tokens, groups: Sequence[str]) -> dict[str, str]:
-    """The groups with a very large mismatch, each with MISMATCH as the reason.
-
-    `groups` has the name of each rollout's group.
-    """
+    """The groups with a very large mismatch; `groups` has the name of each rollout's group."""
     ratio = ratio_of(tokens.logprobs - tokens.old_logprobs)
     # A mean is above the bound if the sum of (ratio - bound) is positive.
     excess = sequence_sum(tokens, ratio - MAX_MEAN_RATIO).tolist()  # by rollout
@@ -254,10 +242,7 @@ def mismatched_groups(tokens: Tokens, groups: Sequence[str]) -> dict[str, str]:
 def groups_without_finite_loss(
     loss: TokenLoss, tokens: Tokens, groups: Sequence[str], excluded: Collection[str]
 ) -> dict[str, str]:
-    """The groups, except the excluded ones, whose own loss or gradient is not finite.
-
-    Each has NOT_FINITE as the reason. `groups` has the name of each rollout's group.
-    """
+    """The groups, except the excluded ones, whose own loss or gradient is not finite."""
     names = dict.fromkeys(groups)
     by_group = {name: without_groups(names.keys() - {name}, tokens, groups) for name in names}
     return {

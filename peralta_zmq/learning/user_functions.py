@@ -1,7 +1,7 @@
 """Calls the loss, advantage or filters of a user, with clear errors and a timeout.
 
-A function that fails ends the training with one line that names the function; the trainer can be
-restarted. The functions of this package are called without this wrapper.
+A function that fails ends the training with one line that names the function. The functions of
+this package are called without this wrapper.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from peralta_zmq.learning.losses import Metrics
 
 FunctionKind: TypeAlias = Literal["loss", "advantage", "filter"]
 
-CALL_TIMEOUT_SECONDS = 60.0  # for one call; a normal call takes milliseconds
-
 
 def checked_function(
-    kind: FunctionKind, name: str, function: Callable[..., Any]
+    kind: FunctionKind, name: str, function: Callable[..., Any], *, timeout: float = 60.0
 ) -> Callable[..., Any]:
     """Wrap the function with a timeout, error messages and a check of its result.
 
     An exception or an invalid result becomes a UserCodeError with kind and name. A call that takes
-    longer than CALL_TIMEOUT_SECONDS ends the process with a line on stderr and exit code 2.
+    longer than `timeout` seconds, instead of milliseconds, ends the process with exit code 2.
     """
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
-            with _exit_after_timeout(f"{kind} '{name}'"):
+            with _exit_after(timeout, f"{kind} '{name}'"):
                 result = function(*arguments, **options)
                 return RESULT_CHECKS[kind](name, result, *arguments)
         except PeraltaError:
@@ -52,13 +50,12 @@ def checked_function(
 
 
 @contextmanager
-def _exit_after_timeout(label: str) -> Generator[None]:
-    """End the process if the block takes longer than CALL_TIMEOUT_SECONDS.
+def _exit_after(seconds: float, label: str) -> Generator[None]:
+    """End the process if the block takes longer; `label` names the function in the message.
 
-    `label` names the function in the message. Raising an exception would not suffice: it cannot
-    interrupt native code, and the function might catch it.
+    An exception would not suffice: it cannot interrupt native code, and the function might catch
+    it.
     """
-    seconds = CALL_TIMEOUT_SECONDS
 
     def exit_process() -> None:
         sys.stderr.write(f"{label} did not return within {seconds:g} s; make it faster\n")

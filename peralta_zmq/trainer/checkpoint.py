@@ -26,7 +26,8 @@ from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
 
 CHECKPOINTS = "checkpoints"  # folder in the run folder
-TENSORS, PROGRESS = "state.safetensors", "progress.json"
+TENSORS = "state.safetensors"
+PROGRESS = "progress.json"
 logger = logging.getLogger(__name__)
 
 
@@ -50,21 +51,12 @@ class CheckpointWriter:
         self.update_progress()
 
     def update_progress(self) -> None:
-        """Copy the progress for the next checkpoint, right after each step.
-
-        Later groups belong to the next.
-        """
+        """Copy the progress for the next checkpoint, right after each step."""
         self._ledger = self._collector.admission.ledger.copy()
-        self._progress = {
-            **self._collector.state(),
-            **self._policy.manifest_fields,
-        }
+        self._progress = {**self._collector.state(), **self._policy.manifest_fields}
 
     def try_write(self) -> None:
-        """Write a checkpoint of the newest step; a failure is reported.
-
-        The journal has the steps.
-        """
+        """Write a checkpoint of the newest step; a failure is reported."""
         try:
             self.write()
         except OutageError as error:
@@ -73,10 +65,9 @@ class CheckpointWriter:
             run_log.note(f"{error}; the journal still holds everything")
 
     def write(self) -> None:
-        """Write a checkpoint of the newest step unless there is one.
+        """Write a checkpoint of the newest step unless there is one; prune older ones.
 
-        Prune older ones, and the journal. Raises OutageError, and WireError if another trainer
-        continues the run.
+        Raises OutageError, and WireError if another trainer continues the run.
         """
         learner = self._policy.learner
         settings = self._session.config.checkpoint

@@ -3,9 +3,8 @@
 The states of a group, which announcements acknowledge to its sender:
 
     received  read from the socket, decoded and validated; or lost: it will never arrive
-    settled   it has an outcome, such as "trained" or "stale" (learning/admission.py), by which it
-              is either admitted to the batch or dropped; the ledger counts the outcomes
-    durable   the journal (a write-ahead log) on disk has its frame, or the outcome of a dropped one
+    settled   it has an outcome (learning/admission.py): admitted to the batch, or dropped
+    durable   the journal on disk has its frame, or the outcome of a dropped group
     consumed  its training step has begun; a dropped group is consumed at once
 
 A received group is settled and journaled at once, except duplicates and refused groups. A commit
@@ -29,47 +28,35 @@ from peralta_zmq.learning import admission as admissions
 from peralta_zmq.learning.admission import ADMITTED, Admission, AdmissionDecision
 from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.trainer.journal import (
-    BEGUN,
-    DROPPED,
-    RANGES,
-    DroppedGroup,
-    Journal,
-    encode_number,
-    encode_update,
-)
+from peralta_zmq.trainer.journal import DroppedGroup, Journal
 from peralta_zmq.trainer.sample_ranges import Curriculum, range_size
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session
 
-IDLE_SECONDS = 0.2  # wait for a group while there is nothing else to do
-# An announcement is a message to all n live senders and lists all of them, so its cost is O(n^2).
-# Those that only acknowledge groups are ACKNOWLEDGE_FACTOR * n^2 seconds apart: 20 ms for n = 100.
-ACKNOWLEDGE_FACTOR, MAX_ACKNOWLEDGE_SECONDS = 2e-6, 1.0
 MAX_SUPPLIERS = 1024  # suppliers named in an announcement, which has a maximum size
-MAX_SHOWN = 32  # dropped groups of a step that are kept for samples.jsonl
 
 
 @dataclass(frozen=True, slots=True)
 class CollectorLimits:
-    """When a commit is due, and how many dropped groups are journaled."""
+    """When a commit is due, and how many dropped groups of a step are kept."""
 
     # Larger limits save fsyncs, but each generator must keep its groups longer.
     commit_groups: int = 32
     commit_seconds: float = 0.5
-    # Dropped groups in the journal of one step, which can take long: a sender must not fill the
-    # disk or the memory of a restart. After a restart, further ones count as lost.
+    # In the journal: a sender must not fill the disk or the memory of a restart. After a restart,
+    # further ones count as lost.
     max_dropped: int = 1 << 16
+    max_shown: int = 32  # in samples.jsonl
+    idle_seconds: float = 0.2  # wait for a group while there is nothing else to do
 
 
 class BatchCollector:
     """Collects the batch of one training step at a time.
 
-    `begun` is the BEGUN record that was read from the journal with the `batch`. Of the current
-    step: `started_step` is its number once its batch is full; `queue_depth` counts the groups
-    received before the queue was first empty; `dropped` has the first MAX_SHOWN dropped groups with
-    their outcomes.
+    `started_step` is the number of the current step once its batch is full, `queue_depth` that of
+    the groups received before the queue was first empty; `dropped` has the first dropped groups.
     """
 
     def __init__(
@@ -83,7 +70,6 @@ class BatchCollector:
         limits: CollectorLimits = CollectorLimits(),
     ) -> None:
         self.batch: list[RolloutGroup] = []
-        self.begun: UpdateSettings | None = None
         self.started_step = 0
         self.queue_depth = 0
         self.journal_seconds = 0.0
@@ -102,7 +88,6 @@ class BatchCollector:
         self.receiver = receiver
         self._generators = generators
         self.evaluations = evaluations
-        self._size = 0  # rollouts of the batch
         self._num_dropped = 0  # groups dropped since the newest batch was taken
         self._is_queued = True  # the queue has not been empty since `groups` was called
         # Received during an evaluation, with their frames; `groups` adds them.
@@ -111,7 +96,8 @@ class BatchCollector:
     @property
     def is_full(self) -> bool:
         """True if the batch is large enough for a step."""
-        return self._size >= self.session.config.train.batch_size
+        num_rollouts = sum(len(group.rollouts) for group in self.batch)
+        return num_rollouts >= self.session.config.train.batch_size
 
     def groups(self, step: int, update: UpdateSettings) -> Iterator[list[RolloutGroup]]:
         """Yield the groups of the batch of `step` as they arrive, until the batch is full.
@@ -150,9 +136,11 @@ class BatchCollector:
                 self.commit()
                 if (now := time.monotonic()) - last_warning >= 20.0:
                     last_warning = now
-                    self.session.run_log.wait(self._no_rollouts_text(now - last_group))
+                    live = sorted({sender.name for sender in self._generators.live()})
+                    text = no_rollouts_text(now - last_group, self.receiver.address, live)
+                    self.session.run_log.wait(text)
                 yield []
-        self.journal.append(step, encode_update(update), BEGUN)
+        self.journal.append(step, journals.encode_update(update), journals.BEGUN)
         self.journal.begin_commit()
         self.take_batch()
         self.started_step = step
@@ -169,8 +157,9 @@ class BatchCollector:
         self._commit_and_acknowledge_if_due(step)
         if not waits:
             return None
-        is_first = not self._generators.has_status  # a first status asks for work
-        return self.receiver.receive(timeout=IDLE_SECONDS / 10 if is_first else IDLE_SECONDS)
+        # The first status asks for work, so it must not wait for long.
+        factor = 1.0 if self._generators.has_status else 0.1
+        return self.receiver.receive(timeout=factor * self.limits.idle_seconds)
 
     def serve(self, step: int) -> None:
         """Grant sample ranges and acknowledge groups between two computations of `step`."""
@@ -197,7 +186,7 @@ class BatchCollector:
             fraction_in_use=sizes["normal"] / max(1, sum(sizes.values())),
         )
         ranges.grant(senders, num_samples)
-        self.journal.append(step, encode_number(ranges.next_index), RANGES)
+        self.journal.append(step, journals.encode_number(ranges.next_index), journals.RANGES)
         self.commit()
         return True
 
@@ -224,7 +213,6 @@ class BatchCollector:
         """Return the batch for the step that begins now, and start an empty batch."""
         groups = self.batch
         self.batch = []
-        self._size = 0
         self._num_dropped = 0
         self.acknowledgements.begin_step(groups)
         return groups
@@ -251,7 +239,6 @@ class BatchCollector:
         if decision in ADMITTED:
             self.journal.append(step, frame)  # durable after the next commit
             self.batch.append(group)
-            self._size += len(group.rollouts)
             self.curriculum.update(group, decision)
         elif decision != "duplicate":
             self._drop(group, decision, step=step)
@@ -266,7 +253,7 @@ class BatchCollector:
             age = admissions.staleness(group, step=step)
             fields = {"sender": sender, "group_number": group.group_number, "outcome": reason}
             self.session.run_log.event("drop", **fields, step=step, staleness=age)
-        if group.rollouts and reason != "evaluated" and len(self.dropped) < MAX_SHOWN:
+        if group.rollouts and reason != "evaluated" and len(self.dropped) < self.limits.max_shown:
             self.dropped.append((group, reason))
         self.curriculum.update(group, reason)
         if reason == "evaluated" or not self.admission.is_over:  # else the sender would make more
@@ -277,7 +264,7 @@ class BatchCollector:
             dropped = replace(dropped, problem_id=group.problem_id, mean_reward=group.mean_reward)
         self._num_dropped += 1
         if self._num_dropped <= self.limits.max_dropped:
-            self.journal.append(step, dropped.encode(), DROPPED)
+            self.journal.append(step, dropped.encode(), journals.DROPPED)
 
     def _commit_and_acknowledge_if_due(self, step: int, *, is_computing: bool = False) -> None:
         if (
@@ -299,13 +286,9 @@ class BatchCollector:
             self.acknowledgements.mark_durable()
             self.journal_seconds += time.monotonic() - started
 
-    def restore_batch(
-        self, groups: list[RolloutGroup], begun: UpdateSettings | None = None
-    ) -> None:
-        """Replace the batch and `begun` by what was read from the journal."""
+    def restore_batch(self, groups: list[RolloutGroup]) -> None:
+        """Replace the batch by one that was read from the journal."""
         self.batch = groups
-        self.begun = begun
-        self._size = sum(len(group.rollouts) for group in groups)
         self.acknowledgements.mark_durable()
 
     def state(self) -> dict[str, Any]:
@@ -338,10 +321,7 @@ class BatchCollector:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Number of dropped groups by reason since the run began (invalid: since the start).
-
-        Pool sizes.
-        """
+        """Dropped groups by reason since the run began (invalid: since the start); pool sizes."""
         outcomes = self.admission.ledger.outcomes
         pools = self.curriculum.pools
         reasons = ("stale", "abandoned", "lost", "filtered")
@@ -351,10 +331,6 @@ class BatchCollector:
             "dropped/invalid": sum(self.receiver.refused.values()),
             **{f"curriculum/{pool}": size for pool, size in pools.sizes().items() if pools.active},
         }
-
-    def _no_rollouts_text(self, seconds: float) -> str:
-        live = sorted({sender.name for sender in self._generators.live()})
-        return no_rollouts_text(seconds, self.receiver.address, live)
 
 
 @dataclass(slots=True)
@@ -368,8 +344,7 @@ class Acknowledgements:
     durable: dict[str, int] = field(default_factory=dict[str, int])
     """Sender -> number of its groups before the first one that is not durable."""
     consumed: Counter[str] = field(default_factory=Counter[str])
-    """Sender -> number of its consumed groups: one can be dropped, and so consumed, before earlier
-    ones are."""
+    """Sender -> number of its consumed groups; dropped ones can be later than others."""
     groups_in_step: int = 0  # groups in the batch of the newest step
     supplied: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=4))
     """For each of the newest steps: generator -> number of its groups in the batch."""
@@ -400,8 +375,9 @@ class Acknowledgements:
             range_ends={sender: samples.stop for sender, samples in ranges.items()},
             excluded=self.curriculum.pools.excluded,
         )
-        seconds = min(MAX_ACKNOWLEDGE_SECONDS, ACKNOWLEDGE_FACTOR * len(live) ** 2)
-        self.next_publish = time.monotonic() + seconds
+        # An announcement lists all n live senders for each of them, so it costs O(n^2): those that
+        # only acknowledge groups are 20 ms apart for n = 100.
+        self.next_publish = time.monotonic() + min(1.0, 2e-6 * len(live) ** 2)
 
     @property
     def suppliers(self) -> Counter[str]:
@@ -409,10 +385,7 @@ class Acknowledgements:
         return sum(self.supplied, Counter[str]())
 
     def begin_step(self, groups: Sequence[RolloutGroup]) -> None:
-        """Begin the step of this batch.
-
-        Groups up to the first missing one of each sender are consumed.
-        """
+        """Count the groups of each sender up to the first missing one as consumed."""
         self.consumed = Counter(self._settled())
         self.groups_in_step = len(groups)
         self.supplied.append(Counter(group.generator_id for group in groups))
@@ -422,7 +395,6 @@ class Acknowledgements:
         self.durable = self._settled()
 
     def _settled(self) -> dict[str, int]:
-        """Sender -> number of its groups before the first one without an outcome."""
         settled = self.admission.ledger.settled_by_sender
         return {sender: last + 1 for sender, last in settled.items()}
 

@@ -30,7 +30,6 @@ from peralta_zmq.weights.tensor_set import FileTensors
 from peralta_zmq.weights.version import WEIGHTS_FILE
 
 PROGRAM = program_name("evaluate")
-TITLE_WIDTH = 12  # columns before the texts of an answer
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -61,7 +60,9 @@ def load_target(
     """Load the settings for a run or a model, and the folder of the run; None for a model."""
     for folder in (Path(os.path.expanduser(target)), Path(RunSection().dir) / target):
         if (folder / RESOLVED).is_file():
-            return load_run(folder, settings), folder
+            here = folder.resolve()  # the run may have been moved
+            place = [f"--run.dir={here.parent}", f"--run.name={here.name}"]
+            return load_resolved(f"{PROGRAM} RUN", folder, [*settings, *place]), folder
     if step is not None:
         raise ConfigError(f"--step {step} needs a run, but {target} has no {RESOLVED}")
     config = load_config(PROGRAM, [*settings, f"--model.name={target}"])
@@ -76,7 +77,12 @@ def open_target(
     models.use_threads(config.run.num_workers)
     with build.memory_errors(config, "generator"):
         if run is not None:
-            return open_run(config, step, stack)
+            token = read_private_token(config.security.token_file)
+            store = WeightStore.open(config.weights_address, token=token)
+            version = version_of_step(store, step)
+            folder = stack.enter_context(load_version(store, version))
+            tensors = FileTensors(folder / WEIGHTS_FILE)
+            return build.make_engine(config, PendingWeights(version, tensors, folder, 0, 0.0))
         folder = models.model_folder(config.model.name)
         trust = config.model.trust_remote_code
         tokenizer = models.load_tokenizer(folder, trust_remote_code=trust)
@@ -104,28 +110,6 @@ def answer_all(
     return [(problem, answered[id(problem)]) for problem in problems]
 
 
-def load_run(run: Path, settings: Sequence[str]) -> Config:
-    """Load the settings of the run in folder `run`, which may have been moved."""
-    folder = run.resolve()
-    place = [f"--run.dir={folder.parent}", f"--run.name={folder.name}"]
-    return load_resolved(f"{PROGRAM} RUN", run, [*settings, *place])
-
-
-def open_run(
-    config: Config, step: int | None, stack: ExitStack
-) -> tuple[registry.Engine, models.Tokenizer]:
-    """Open the newest weights of a run, or those of a step.
-
-    Their files exist until `stack` closes.
-    """
-    token = read_private_token(config.security.token_file)
-    store = WeightStore.open(config.weights_address, token=token)
-    version = version_of_step(store, step)
-    folder = stack.enter_context(load_version(store, version))
-    tensors = FileTensors(folder / WEIGHTS_FILE)
-    return build.make_engine(config, PendingWeights(version, tensors, folder, 0, 0.0))
-
-
 def report_text(title: str, results: Sequence[tuple[Problem, Sequence[Answer]]]) -> str:
     """The mean reward with its standard error over the problems, and some answers."""
     mean, error, figures = summarize(results)
@@ -139,15 +123,15 @@ def report_text(title: str, results: Sequence[tuple[Problem, Sequence[Answer]]])
             "answer": first.answer + CUT_OFF * first.cut_off,
             "reward": f"{first.reward:g}",
         }
-        lines += [f"{name:<{TITLE_WIDTH}}{' '.join(text.split())}" for name, text in texts.items()]
+        lines += [f"{name:<12}{' '.join(text.split())}" for name, text in texts.items()]
         lines.append("")
     lines.append(title)
     lines.append(
-        f"{'reward':<{TITLE_WIDTH}}{mean:.3f}, standard error "
+        f"{'reward':<12}{mean:.3f}, standard error "
         f"{format_number(error, '.3f')}, n {len(results)} problems, {len(answers)} answers"
     )
-    lines.append(f"{'cut off':<{TITLE_WIDTH}}{fmean(each.cut_off for each in answers):.0%}")
+    lines.append(f"{'cut off':<12}{fmean(each.cut_off for each in answers):.0%}")
     if len(figures) > 2:  # avg@1 and pass@1 equal the reward
         shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        lines.append(f"{'figures':<{TITLE_WIDTH}}{shown}")
+        lines.append(f"{'figures':<12}{shown}")
     return "\n".join(lines) + "\n"

@@ -2,8 +2,7 @@
 
 The trainer announces the step to evaluate, and the generators send answers as groups of rollouts.
 Training continues meanwhile, except while step 0 and the last step are evaluated: then the trainer
-samples too, HEAD_START_SECONDS later if there are generators, and from the last problem on. So
-these evaluations end without a generator as well.
+samples too, from the last problem on.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import Session
 
-HEAD_START_SECONDS = 10.0  # of the generators before the trainer samples answers, too
-REWARD_SECONDS = 0.2  # longest wait for a reward, while no completion is sampled
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +44,7 @@ class Answering:
         self._sampled: list[Group] = []
         self._scored: list[tuple[Group, Future[list[Score]]]] = []  # whose rewards are computed
         self._num_answered = 0
-        self._failure: TaskError | None = None  # of a reward
+        self._failure: TaskError | None = None  # the last failure of a reward
 
     @property
     def has_room(self) -> bool:
@@ -62,16 +59,13 @@ class Answering:
         self._sampled.append(group)
 
     def advance(self) -> list[tuple[Problem, list[Answer]]]:
-        """Take a decode step; returns the answers whose rewards are there.
-
-        Waits up to REWARD_SECONDS if only rewards are missing.
-        """
+        """Take a decode step, or wait for a reward; returns the answers whose rewards are there."""
         for group in self._sampler.advance():
             self._sampled.remove(group)
             scores = self._held_out.score(group.problem, group.completions)
             self._scored.append((group, scores))
         if self._scored and not self._sampled:
-            wait([scores for _, scores in self._scored], REWARD_SECONDS, FIRST_COMPLETED)
+            wait([scores for _, scores in self._scored], 0.2, FIRST_COMPLETED)
         ready = [each for each in self._scored if each[1].done()]
         self._scored = [each for each in self._scored if not each[1].done()]
         answered: list[tuple[Problem, list[Answer]]] = []
@@ -106,7 +100,10 @@ def _answers(group: Group, scores: Sequence[Score]) -> list[Answer]:
 
 
 class EvaluationCoordinator:
-    """Runs one evaluation at a time, and evaluates each step at most once."""
+    """Runs one evaluation at a time, and evaluates each step at most once.
+
+    Live generators have a head start of `head_start_seconds` before the trainer samples answers.
+    """
 
     def __init__(
         self,
@@ -115,7 +112,7 @@ class EvaluationCoordinator:
         policy: Policy,
         generators: GeneratorRegistry,
         *,
-        head_start_seconds: float = HEAD_START_SECONDS,
+        head_start_seconds: float = 10.0,
     ) -> None:
         self.held_out = held_out
         self.head_start_seconds = head_start_seconds
@@ -128,9 +125,8 @@ class EvaluationCoordinator:
     def evaluate(self, step: int) -> Iterator[None]:
         """Evaluate the trainer's weights of `step`, unless the run log has the result.
 
-        Yields after each decode step (token) and while rewards are computed, so that the caller can
-        receive the answers of generators. Records nothing if a stop is requested. Raises TaskError
-        if the rewards of all problems failed.
+        Yields after each decode step, so that the caller can receive the answers of generators.
+        Records nothing if a stop is requested. Raises TaskError if all rewards failed.
         """
         run_log = self._session.run_log
         stop = self._session.stop
@@ -178,19 +174,16 @@ class EvaluationCoordinator:
             self._announce()
 
     def request(self, step: int) -> None:
-        """Request an evaluation of `step` from the generators; not of step 0 and the last one.
+        """Request an evaluation from the generators instead of an earlier, incomplete one.
 
-        Ends an earlier evaluation that is still incomplete.
+        Not of step 0 and the last one, which `evaluate` evaluates.
         """
         if 0 < step < self._session.config.train.max_steps and not self.is_recorded(step):
             self.abandon()
             self._begin(step)
 
     def receive(self, group: RolloutGroup) -> None:
-        """Add a generator's answers to a held-out problem.
-
-        Record the evaluation when it is complete.
-        """
+        """Add a generator's answers; record the evaluation when it is complete."""
         current = self._current
         tokenizer = self._policy.tokenizer
         if current is None or group.evaluation_step != current.step:
@@ -212,7 +205,7 @@ class EvaluationCoordinator:
         self._announce()
 
     def abandon(self) -> None:
-        """End the generators' evaluation if it is incomplete, and report it."""
+        """End and report an incomplete evaluation by the generators."""
         if (current := self._current) is not None:
             self._current = None
             self._announce()

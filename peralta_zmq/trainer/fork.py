@@ -29,8 +29,6 @@ from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import FileTensors
 from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
-BASE_FIELDS = ("adapts", "adapts_dtype", "adapts_packed")  # of the base model of LoRA adapters
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -44,11 +42,6 @@ class Source:
     @property
     def checkpoints(self) -> Path:
         return self.folder / CHECKPOINTS
-
-    @property
-    def store(self) -> WeightStore:
-        """Its weight store; the default one is in its folder, which may have been moved."""
-        return WeightStore.open(self.config.weights.dir or self.folder / "weights")
 
 
 def fork_if_new(config: Config, policy: Policy, stop: StopSignal) -> str:
@@ -117,8 +110,9 @@ def _read_published(source: Source, config: Config, policy: Policy) -> Checkpoin
 
     Sets the parameters of the policy to them.
     """
-    store = source.store
-    versions = {version.step: version for version in store.versions()}  # of a step, the newest
+    # The default store is in the run folder, which may have been moved.
+    store = WeightStore.open(source.config.weights.dir or source.folder / "weights")
+    versions = {version.step: version for version in store.versions()}  # the newest of each step
     if config.run.from_step is None or config.run.from_step not in versions:
         raise _no_step_error(source, config.run.from_step, versions)
     version = versions[config.run.from_step]
@@ -158,7 +152,8 @@ def _check_model(
             f"run.fork {source.name} has another tokenizer than model.name {config.model.name}: "
             f"{changes}; use its model, --model.name {source.config.model.name}"
         )
-    if any(fields.get(name) != own.get(name) for name in BASE_FIELDS):
+    base_fields = ("adapts", "adapts_dtype", "adapts_packed")  # of the model under LoRA adapters
+    if any(fields.get(name) != own.get(name) for name in base_fields):
         raise ConfigError(
             f"run.fork {source.name} trains {_trained_text(fields)}, but with these settings the "
             f"run trains {_trained_text(own)}; {_export_remedy(config)}"
@@ -184,10 +179,7 @@ def _export_remedy(config: Config) -> str:
 
 
 def _rescaled(saved: Checkpoint, factor: float) -> Checkpoint:
-    """The checkpoint, with adapters for a lora.alpha that is lower by `factor`.
-
-    Published adapters already have their scale.
-    """
+    """The checkpoint, with adapters for a lora.alpha that is lower by `factor`."""
     tensors = {
         path: tensor * factor if path.startswith("model/") and ".lora_B." in path else tensor
         for path, tensor in saved.tensors.items()

@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 
 from peralta_zmq import wire
 from peralta_zmq.learning.admission import Ledger
-from peralta_zmq.learning.step_metrics import WINDOW, MismatchStatistics
+from peralta_zmq.learning.step_metrics import MismatchStatistics
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.run_state import STORE_ERROR
 from peralta_zmq.observe.terminal import worker_info_text
 from peralta_zmq.trainer.session import Session
 
-REPORT_SECONDS = 60.0  # interval of reports of the same silent connection
-MAX_STARTS = 16  # live senders of one name: each is live for 30 s, so a restart every 2 s is fine
 # Fields of a generator's status that become metrics.
 STATISTICS = (
     "tokens_per_s",
@@ -41,10 +39,10 @@ class RegistryLimits:
 
     silent_seconds: float = wire.SILENT_SECONDS
     live_seconds: float = 30.0  # a sender without a message for this time is no longer live
+    report_seconds: float = 60.0  # interval of reports of the same silent connection
     final_status_seconds: float = 2.0  # timeout for the final statuses at the end of a run
-    # Between two requested keyframes, so that a client that requests one in every other status does
-    # not make the trainer write all weights each time. One serves all generators.
-    keyframe_seconds: float = 30.0
+    keyframe_seconds: float = 30.0  # between two requested keyframes; one serves all generators
+    max_starts: int = 16  # live senders of one name: in live_seconds, a restart every 2 s is fine
     max_live: int = 4096  # live senders, and senders that have left
     max_in_metrics: int = 64  # generators in a row of metrics.jsonl, which is written in each step
     max_final_statuses: int = 1 << 16  # senders whose final status is kept
@@ -60,8 +58,8 @@ class Sender:
     status: wire.GeneratorStatus | None = None  # the newest
     has_worker_info: bool = False  # the run log has it
     sample_range: range = range(0)  # the sample range that no status has confirmed; empty = none
-    newest_group: float | None = None  # since the newest status
-    seconds_without_status: float = 0.0  # in which groups arrived
+    newest_group: float | None = None  # None: no group since the newest status
+    seconds_without_status: float = 0.0  # while groups arrived
     reported: dict[str, float] = field(default_factory=dict[str, float])
     """Connection -> time when it was last reported as silent."""
 
@@ -70,8 +68,7 @@ class Sender:
         return self.id.rpartition("/")[0]
 
     @property
-    def fields(self) -> dict[str, str]:
-        """Fields of an event of the run log."""
+    def event_fields(self) -> dict[str, str]:
         return {"generator": self.name, "incarnation": self.id.rpartition("/")[2]}
 
 
@@ -79,10 +76,8 @@ class GeneratorRegistry:
     """Registers senders; records when they join and leave, and what they report.
 
     A generator has three connections: for groups, announcements and statuses. A connection is
-    silent if nothing arrives on it for `silent_seconds` while the others work. A status counts
-    the reconnections of silent ones; that statuses do not arrive shows when groups do. Between two
-    groups without a status at most half of `silent_seconds` count: the generator may have been
-    asleep.
+    silent if nothing arrives on it for `silent_seconds` while the others work. A status counts the
+    reconnections of the first two.
     """
 
     def __init__(
@@ -102,19 +97,15 @@ class GeneratorRegistry:
         self._trainer_info = trainer_info
         self._live: dict[str, Sender] = {}  # by id; the least recently active sender is first
         self._starts: dict[str, dict[str, Sender]] = {}  # the same by name, in the same order
-        self._past: dict[str, Sender] = {}  # that have left, and may send again
-        # True if a generator cannot apply the newest delta: it needs a keyframe (all weights).
-        self._keyframe_requested = False
+        self._past: dict[str, Sender] = {}  # senders that have left, and may send again
+        self._keyframe_requested = False  # a generator cannot apply the newest delta
         self._next_keyframe = float("-inf")  # monotonic seconds: no requested one before this time
         # Monotonic seconds when the queue was last empty. Liveness is measured up to this time:
         # during a training step the trainer receives nothing, so senders only seem silent.
         self._received_until = time.monotonic()
 
     def receive_status(self, *, step: int, timeout: float = 0.0) -> list[Sender]:
-        """Process arrived statuses; returns their senders.
-
-        Waits up to `timeout` seconds for the first.
-        """
+        """Process arrived statuses, after up to `timeout` seconds; returns their senders."""
         received = self._receiver.receive(timeout=timeout).values()
         senders = [self.add_status(status, step=step) for status in received]
         if self._receiver.is_empty:
@@ -133,7 +124,7 @@ class GeneratorRegistry:
         sender.seconds_without_status = 0.0
         if status.worker_info and not sender.has_worker_info:
             sender.has_worker_info = True
-            event = {**sender.fields, "step": step, "worker_info": status.worker_info}
+            event = {**sender.event_fields, "step": step, "worker_info": status.worker_info}
             if self._run_log.event("worker_info", **event):
                 info = worker_info_text(sender.name, status.worker_info, trainer=self._trainer_info)
                 self._run_log.note(info)
@@ -148,7 +139,7 @@ class GeneratorRegistry:
         is_new_final = status.last and sender.id not in self.num_made
         if is_new_final and len(self.num_made) < self.limits.max_final_statuses:
             self.num_made[sender.id] = status.made
-            self._run_log.event("final_status", **sender.fields, made=status.made)
+            self._run_log.event("final_status", **sender.event_fields, made=status.made)
         return sender
 
     def add_group(self, sender_id: str, *, step: int) -> None:
@@ -162,9 +153,9 @@ class GeneratorRegistry:
         now = time.monotonic()
         sender.first_group = min(sender.first_group, now)
         if sender.newest_group is not None:
-            sender.seconds_without_status += min(
-                now - sender.newest_group, self.limits.silent_seconds / 2
-            )
+            seconds = now - sender.newest_group
+            # Not all of a longer time: the generator may have been asleep.
+            sender.seconds_without_status += min(seconds, self.limits.silent_seconds / 2)
         sender.newest_group = now
         if sender.seconds_without_status >= self.limits.silent_seconds:
             self._report_silent(sender, "status", step=step)
@@ -175,11 +166,14 @@ class GeneratorRegistry:
         sender = self._live.get(sender_id)
         if sender is None:
             starts = self._starts.get(name, {})
-            if len(starts) >= MAX_STARTS or len(self._live) >= self.limits.max_live:
+            has_many_starts = len(starts) >= self.limits.max_starts
+            if has_many_starts or len(self._live) >= self.limits.max_live:
                 if not has_group:
                     return None
-                candidates = starts if len(starts) >= MAX_STARTS else self._live
-                self._remove_one(candidates)
+                candidates = (starts if has_many_starts else self._live).values()
+                # The least recently active one; one that has sent no group first.
+                without_group = (each for each in candidates if each.first_group == math.inf)
+                self._remove(next(without_group, next(iter(candidates))))
             sender = self._join(sender_id, step=step)
         sender.last_message = time.monotonic()
         for senders in (self._live, self._starts.setdefault(name, {})):
@@ -197,21 +191,14 @@ class GeneratorRegistry:
             seconds_without_status=past.seconds_without_status,
         )
         others = [*self._starts.get(sender.name, {}).values()]
-        is_same_name = (
-            # A restart of one generator takes longer.
-            bool(others) and self._received_until - others[-1].last_message < 2.0
-        )
-        if self._run_log.event("join", **sender.fields, step=step) and is_same_name:
+        # A restart of one generator takes longer.
+        is_same_name = bool(others) and self._received_until - others[-1].last_message < 2.0
+        if self._run_log.event("join", **sender.event_fields, step=step) and is_same_name:
             self._run_log.note(
                 f"two generators are called {sender.name}; "
                 "if both run, start one with another --generator.name"
             )
         return sender
-
-    def _remove_one(self, senders: Mapping[str, Sender]) -> None:
-        """Remove the least recently active of `senders`; one that has sent no group first."""
-        without_group = (sender for sender in senders.values() if sender.first_group == math.inf)
-        self._remove(next(without_group, next(iter(senders.values()))))
 
     def _remove(self, sender: Sender) -> None:
         starts = self._starts[sender.name]
@@ -221,7 +208,7 @@ class GeneratorRegistry:
         self._past[sender.id] = sender
         if len(self._past) > self.limits.max_live:
             del self._past[next(iter(self._past))]
-        self._run_log.event("leave", **sender.fields)
+        self._run_log.event("leave", **sender.event_fields)
 
     def live(self) -> list[Sender]:
         """Remove senders without a message in live_seconds; return all others."""
@@ -244,10 +231,10 @@ class GeneratorRegistry:
 
     def _report_silent(self, sender: Sender, connection: str, *, step: int) -> None:
         now = time.monotonic()
-        if now - sender.reported.get(connection, float("-inf")) < REPORT_SECONDS:
+        if now - sender.reported.get(connection, float("-inf")) < self.limits.report_seconds:
             return
         sender.reported[connection] = now
-        if self._run_log.event("silent", **sender.fields, connection=connection, step=step):
+        if self._run_log.event("silent", **sender.event_fields, connection=connection, step=step):
             self._run_log.note(
                 f"generator {sender.name}: no {connection} for {self.limits.silent_seconds:.0f} s "
                 "while its other connections work; the generator reconnects"
@@ -257,7 +244,10 @@ class GeneratorRegistry:
         reason = sender.status.store_error if sender.status else ""
         if reason == reason_before:
             return
-        if self._run_log.event(STORE_ERROR, **sender.fields, reason=reason, step=step) and reason:
+        if (
+            self._run_log.event(STORE_ERROR, **sender.event_fields, reason=reason, step=step)
+            and reason
+        ):
             self._run_log.note(f"generator {sender.name} cannot read the weights: {reason}")
 
     @property
@@ -300,10 +290,7 @@ class GeneratorRegistry:
         return metrics
 
     def num_outstanding(self, ledger: Ledger) -> int:
-        """Number of groups that senders made after the last received one.
-
-        Ignores implausible reports.
-        """
+        """Number of groups that senders made after the last received one."""
         senders = [*self._past.values(), *self._live.values()]
         statuses = {sender.id: sender.status.made for sender in senders if sender.status}
         return sum(
@@ -314,22 +301,19 @@ class GeneratorRegistry:
 
 
 def report_mismatches(statistics: MismatchStatistics, session: Session, *, step: int) -> None:
-    """Report each sender above the bound of the mismatch once.
-
-    Not called for steps that a restart trains again.
-    """
+    """Report each sender above the bound of the mismatch once."""
     bound = statistics.bound
     run_log = session.run_log
     for sender_id, mean in statistics.flag_senders().items():
         sender = Sender(sender_id)
         initial = statistics.initial(sender_id)
         event = {"step": step, "mismatch_kl": mean, "initial_kl": initial}
-        is_logged = run_log.event("mismatch", **sender.fields, **event)
+        is_logged = run_log.event("mismatch", **sender.event_fields, **event)
         remedy = "Start it with another model.dtype or device"
         if initial <= 0.25 * bound:
             remedy = f"It was {initial:.2g} in its first step: lower train.learning_rate"
         if is_logged:
             run_log.note(
                 f"the logprobs of generator {sender.name} differ from the trainer's: mismatch_kl "
-                f"{mean:.3g} over its last {WINDOW} steps, bound {bound:g}. {remedy}"
+                f"{mean:.3g} over its last {statistics.window} steps, bound {bound:g}. {remedy}"
             )

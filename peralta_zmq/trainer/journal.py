@@ -2,8 +2,7 @@
 
 The groups of a step are durable (written and fsynced) before its weights are published and before
 it is recorded. Also journaled are dropped groups, without rollouts; sample ranges, before they are
-announced; and the numbers of a step's updates, such as the learning rate, when its batch is full: a
-repeated step has them again, also under changed settings.
+announced; and the numbers of a step's updates, such as the learning rate, when its batch is full.
 
 Format of a record: size of the content (u32), crc32 of kind and content (u32), kind (u8), content.
 The last file may end in a torn record, whose write was interrupted by a kill or a power cut.
@@ -36,36 +35,30 @@ from peralta_zmq.rollout import RolloutGroup
 
 JOURNAL = "journal"  # folder in the run folder
 HEADER = struct.Struct("<IIB")  # size, crc32, kind
-GROUP, DROPPED, RANGES, BEGUN = 1, 2, 3, 4  # kinds of records
+# Kinds of records with their content:
+GROUP = 1  # a group's message
+DROPPED = 2  # a DroppedGroup
+RANGES = 3  # the first sample index that is not granted, as u64
+BEGUN = 4  # UpdateSettings as JSON; the last one counts
 logger = logging.getLogger(__name__)
 
 
 class JournalRecord(NamedTuple):
-    """Content by kind. GROUP: a group's message; DROPPED: a DroppedGroup; RANGES.
-
-    The first sample index that is not granted, as u64; BEGUN: UpdateSettings as JSON; the last one
-    counts.
-    """
-
     kind: int
     content: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A group that is in no batch: identity, outcome and data for the curriculum.
-
-    `problem_id` is set only if the group updates the difficulty pools: it may be a long text from
-    the sender, which could fill the disk.
-    """
+    """A group that is in no batch: identity, outcome and data for the curriculum."""
 
     sender: str  # one start of a generator, NAME/INCARNATION
-    group_number: int  # number of the group among the groups of the sender
-    outcome: str  # why the group was dropped, one of admission.OUTCOMES
-    min_group_number: int = 0  # the sender will not send groups with a lower group_number again
-    problem_id: str = ""
+    group_number: int
+    outcome: str  # one of admission.OUTCOMES
+    min_group_number: int = 0
+    problem_id: str = ""  # set only for the difficulty pools: a sender's long text fills the disk
     mean_reward: float = 0.0
-    sample_index: int | None = None  # see RolloutGroup.sample_index
+    sample_index: int | None = None
 
     @classmethod
     def of(cls, group: RolloutGroup, outcome: str) -> DroppedGroup:
@@ -153,8 +146,7 @@ class Journal:
     def read(self, step: int) -> list[JournalRecord]:
         """Return the complete records of a step; cut off a torn record at the end.
 
-        Makes the records of the last step durable: their writer may have been killed before the
-        fsync. Raises OSError or OutageError, and JournalError for damage that is not a torn end.
+        Raises OSError or OutageError, and JournalError for damage that is not a torn end.
         """
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
@@ -167,7 +159,7 @@ class Journal:
                     f"back, or drop those records (truncate -s {good} {shlex.quote(str(file))})"
                 )
             logger.warning("journal cut: file=%s lost_bytes=%d", file.name, torn)
-        if self.steps()[-1:] == [step]:
+        if self.steps()[-1:] == [step]:  # their writer may have been killed before the fsync
             try:
                 with file.open("r+b") as opened:
                     opened.truncate(file.stat().st_size - torn)
@@ -248,17 +240,14 @@ def read_records(folder: Path, step: int) -> tuple[list[JournalRecord], int]:
 
 
 def encode_number(number: int) -> bytes:
-    """Return the content of a RANGES record."""
     return number.to_bytes(8, "little")
 
 
 def decode_number(content: bytes) -> int:
-    """The inverse of `encode_number`."""
     return int.from_bytes(content, "little")
 
 
 def encode_update(update: UpdateSettings) -> bytes:
-    """Return the content of a BEGUN record."""
     return json.dumps(asdict(update)).encode()
 
 
@@ -279,9 +268,7 @@ def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGro
     except wire.InvalidGroupError as error:
         group = error.group
         logger.warning("journaled group refused: group=%s reason=%s", group.name, error)
-        return DroppedGroup(
-            group.sender, group.group_number, "invalid", min_group_number=group.min_group_number
-        )
+        return DroppedGroup.of(group, "invalid")
 
 
 def file_of(folder: Path, step: int) -> Path:
@@ -302,10 +289,7 @@ def _record_at(content: bytes, offset: int) -> JournalRecord | None:
 
 
 def _has_record(content: bytes, start: int) -> bool:
-    """True if a complete record begins at any offset after `start`.
-
-    Tries every possible kind byte.
-    """
+    """True if a complete record begins at any offset after `start`."""
     kinds = b"[%c%c%c%c]" % (GROUP, DROPPED, RANGES, BEGUN)
     matches = re.compile(kinds).finditer(content, start + HEADER.size)
     return any(_record_at(content, match.end() - HEADER.size) for match in matches)

@@ -37,9 +37,9 @@ class Policy:
     base_folder: Path  # of the untrained model
     model: models.Model
     tokenizer: models.Tokenizer
-    companions: dict[str, bytes]  # files of every version: content by name; see version_files
+    companions: dict[str, bytes]  # files of every version: content by name
     manifest_fields: dict[str, str]  # additional fields of each version's manifest
-    learner: PolicyLearner  # learning/learner.py, or its proxy if there are several ranks
+    learner: PolicyLearner
     num_ranks: int  # processes that compute each step
     open_engine: Callable[[], registry.Engine]  # samples from the model, for one evaluation
     worker_info: Mapping[str, str]  # device and dtype, to show to users
@@ -97,9 +97,8 @@ def version_files(
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the companion files (content by name) and manifest fields of versions.
 
-    Those of a whole model are its config and tokenizer. LoRA adapters have a config file, and
-    manifest fields by which generators check that they have the same base model: its digest, name
-    and format (`adapts_dtype`), and the digest of its packed weights (`adapts_packed`).
+    By the fields of LoRA adapters, generators check that they have the same base model: its digest,
+    name and format (`adapts_dtype`), and the digest of its packed weights (`adapts_packed`).
     """
     identity = {
         "tokenizer": models.tokenizer_identity(folder, tokenizer),
@@ -148,8 +147,7 @@ class PolicyPublisher:
         self._model = policy.model
         self._manifest_fields: dict[str, str | int] = {**policy.manifest_fields}
         self._newest: PublishReport | None = None  # of the newest published version
-        self._failure = ""  # why the last attempt to publish failed; empty if it did not
-        self._cause: BaseException | None = None  # of the failure
+        self._failure: PublishReport | None = None  # of the last attempt to publish, if it failed
         config = session.config
         weights = session.config.weights
         token = addresses.read_private_token(config.security.token_file)
@@ -175,12 +173,9 @@ class PolicyPublisher:
         stack.callback(lambda: self._publisher.close(self._timeout()))
 
     def publish(self, step: int, *, keyframe: bool = False) -> float:
-        """Copy the weights of `step` and publish the copy in the background.
-
-        Returns the seconds of it. The last step is always a keyframe, whose folder transformers can
-        load.
-        """
+        """Copy the weights of `step`, publish them in the background; the seconds of the copy."""
         self.newest_step = step
+        # transformers can load the folder of the last step.
         keyframe = keyframe or step >= self._session.config.train.max_steps
         self._manifest_fields["lineage"] = self._session.run_log.lineage
         return self._publisher.publish(step, lora.published_weights(self._model), keyframe=keyframe)
@@ -213,10 +208,7 @@ class PolicyPublisher:
         self.record_reports()
 
     def wait_out(self) -> bool:
-        """As `wait`, also during an outage; False after a stop request.
-
-        The next start publishes them.
-        """
+        """As `wait`, also during an outage; False after a stop request."""
         self._publisher.lift_rate_limit()
         try:
             self._session.wait_out(self._check_published)
@@ -227,8 +219,9 @@ class PolicyPublisher:
     def _check_published(self) -> None:
         self.wait()
         if self._publisher.is_pending:
-            reason = f"the last version is still being published to {self.store.address}"
-            raise OutageError(self._failure or reason) from self._cause
+            if self._failure is not None:
+                raise OutageError(self._failure.reason) from self._failure.cause
+            raise OutageError(f"the last version is still being published to {self.store.address}")
         self.record_reports()  # an attempt after `wait` may have succeeded
 
     def record_reports(self) -> None:
@@ -237,23 +230,19 @@ class PolicyPublisher:
             if report.version is None:  # failed; training continues, generators keep their version
                 run_log = self._session.run_log
                 run_log.event("publish_failed", step=report.step, reason=report.reason)
-                if report.reason != self._failure:  # print a reason that repeats only once
-                    run_log.note(report.reason)
-                self._failure = report.reason
-                self._cause = report.cause
+                if self._failure is None or report.reason != self._failure.reason:
+                    run_log.note(report.reason)  # only once if it repeats
+                self._failure = report
             else:
                 self._newest = report
-                self._failure = ""
-                self._cause = None
+                self._failure = None
                 self._record(report.version)
 
     def record_unrecorded(self) -> None:
-        """Record versions that an earlier session published just before a kill.
-
-        No number of a recorded version is published again, even if the version is gone.
-        """
+        """Record versions that an earlier session published just before a kill."""
         folder = self._session.folder
         recorded = self._session.wait_out(lambda: recorded_versions(folder))
+        # No number is published again, even if the version is gone.
         self.store.min_number = max(recorded.values(), default=-1) + 1
         try:
             versions = self.store.versions()
@@ -283,10 +272,7 @@ class PolicyPublisher:
 
 
 def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
-    """The folder of the last weights for transformers.
-
-    The newest version, or an export of adapters.
-    """
+    """The folder of the last weights for transformers: the newest version, or merged adapters."""
     if lora.has_adapters(policy.model):
         return export_adapter(
             config, config.run_folder, policy.base_folder, policy.model, policy.tokenizer

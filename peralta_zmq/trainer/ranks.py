@@ -29,10 +29,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun
 
 
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """This process's rank on its machine, and the number of ranks there.
-
-    None if it is the only one.
-    """
+    """This process's rank on its machine, and the number there; None if it is the only one."""
     if environment.get("WORLD_SIZE", "1") == "1":
         return None
     try:
@@ -107,17 +104,14 @@ class LeadingLearner:
 
     @property
     def step(self) -> int:
-        """As `Learner.step`."""
         return self._learner.step
 
     @property
     def next_update(self) -> UpdateSettings:
-        """As `Learner.next_update`."""
         return self._learner.next_update
 
     @property
     def seconds(self) -> float:
-        """As `Learner.seconds`."""
         return self._learner.seconds
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
@@ -146,7 +140,6 @@ class LeadingLearner:
         return self._learner.state()
 
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """As `Learner.restore`, on all ranks."""
         tensors = dict(tensors)  # read all of them before the other ranks wait for them
         self._learner.restore(step, tensors)
         specs = [
@@ -165,7 +158,7 @@ class LeadingLearner:
                 self._parameters[name].copy_(tensor)
 
 
-PolicyLearner: TypeAlias = Learner | LeadingLearner  # the object that the trainer's loop calls
+PolicyLearner: TypeAlias = Learner | LeadingLearner
 
 
 def make_policy_learner(config: Config, model: models.Model, ranks: Ranks) -> PolicyLearner:

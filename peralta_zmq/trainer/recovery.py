@@ -2,15 +2,13 @@
 
 A start brings the trainer to step N, the newest step that the run folder holds:
 
-1. Restore the newest checkpoint, of step C. The first start of a fork (fork.py) writes it, as step
-   0.
+1. Restore the newest checkpoint, of step C. The first start of a fork (fork.py) writes step 0.
 2. Train the steps C+1 to N again from the journal, bit-identically on CPUs: with the UpdateSettings
    of the journal, and the operators and threads that computed the step (models/step_arithmetic.py).
-   Groups above the limits of the settings are refused, and a step whose groups are all refused is
-   skipped. The groups of step N+1, not a full batch yet, begin the next batch. Then record changed
-   settings.
-3. Correct the run log: remove steps whose groups the journal has lost, which is a roll-back (the
-   lineage counts them); add weight versions that were published just before a kill.
+   A step whose groups are all refused is skipped. The groups of step N+1, not a full batch yet,
+   begin the next batch. Then record changed settings.
+3. Correct the run log: remove steps whose groups the journal has lost, which is a roll-back; add
+   weight versions that were published just before a kill.
 4. Publish the weights of step N, unless the weights folder has them; announce them.
 
 Groups that a kill has lost are sent again: the trainer has not acknowledged them as durable.
@@ -31,20 +29,10 @@ from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.observe.run_state import REPLAY
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint
+from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
-from peralta_zmq.trainer.journal import (
-    BEGUN,
-    GROUP,
-    JOURNAL,
-    RANGES,
-    DroppedGroup,
-    JournalRecord,
-    decode_number,
-    decode_record,
-    decode_update,
-    files_in,
-)
+from peralta_zmq.trainer.journal import JOURNAL, DroppedGroup, JournalRecord
 from peralta_zmq.trainer.policy import Policy, PolicyPublisher, group_limits
 from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
@@ -65,7 +53,7 @@ class Recovery:
     forked: str = ""  # the weights of another run to which this start has set the learner
     is_exact: bool = True  # repeated steps have the same bits as before
     is_replayed: bool = False  # all journaled steps are trained again
-    restored_step: int = 0  # of the checkpoint
+    restored_step: int = 0  # step of the checkpoint
 
     # 1. Restore the newest checkpoint.
 
@@ -76,7 +64,7 @@ class Recovery:
 
         def restore_newest() -> checkpoint.Checkpoint | None:
             checkpoints = folder / CHECKPOINTS
-            atomic_files.sweep(checkpoints)  # of half-written ones
+            atomic_files.sweep(checkpoints)  # removes half-written ones
             run_id = self.session.run_id
             saved = checkpoint.newest(checkpoints, run_id=run_id, way_back=self._way_back)
             if saved is not None:
@@ -114,7 +102,7 @@ class Recovery:
     def _way_back(self) -> str:
         """The remedy if no checkpoint verifies."""
         run = self.session.config.run
-        steps = [*files_in(self.session.folder / JOURNAL)]
+        steps = [*journals.files_in(self.session.folder / JOURNAL)]
         if steps and run.fork is None and steps == [*range(1, len(steps) + 1)]:
             return "move the folder away: the next start trains all steps from the journal again"
         fork = f"--run.name NEW --run.fork {run.name} --run.from-step STEP"
@@ -123,10 +111,9 @@ class Recovery:
     def _check_journal_start(self) -> None:
         """Raise JournalError if the journal starts after step 1, or is that of a fork."""
         folder = self.session.folder / JOURNAL
-        # The journal may be empty: in a new run, or because a checkpoint of the last recorded step
-        # made all its files superfluous. It then begins with the next step.
+        # An empty journal, of a new run or after a checkpoint, begins with the next step.
         next_step = self.session.run_log.last_step + 1
-        files = files_in(folder)
+        files = journals.files_in(folder)
         first = min(files, default=next_step)
         if first > 1 or (files and self.session.config.run.fork is not None):
             raise JournalError(
@@ -151,8 +138,10 @@ class Recovery:
         with run_log.progress("replaying", end - begin) as progress:
             # The groups were received under the limits of the previous settings.
             limits = group_limits(self.previous_config, self.policy.model)
-            while load_journaled_batch(self.collector, learner.step + 1, limits):
-                begun = self.collector.begun
+            while (
+                loaded := load_journaled_batch(self.collector, learner.step + 1, limits)
+            ).is_complete:
+                begun = loaded.begun
                 if begun is None and learner.step >= max_steps:
                     break  # no session has begun to train this full batch: it is a new step
                 if learner.step == begin:
@@ -271,13 +260,22 @@ class Recovery:
             self.publishing.announce(newest)
 
 
-def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.GroupLimits) -> bool:
-    """Load the batch of `step` from the journal; return True if the step can be taken.
+@dataclass(frozen=True, slots=True)
+class LoadedBatch:
+    """Properties of the collector's batch, which was read from the journal."""
 
-    That is, trained or skipped: if the batch is full, or if groups were refused and it is not the
-    last step of the journal. Otherwise the last step is the beginning of the next batch, and an
-    earlier one is damaged: raises JournalError, as for a group that the checkpoint has counted,
-    too.
+    is_complete: bool  # the step can be trained or skipped
+    begun: UpdateSettings | None  # the last BEGUN record
+
+
+def load_journaled_batch(
+    collector: BatchCollector, step: int, limits: wire.GroupLimits
+) -> LoadedBatch:
+    """Load the batch of `step` from the journal into the collector.
+
+    It is complete if it is full, or if groups were refused and it is not the last step of the
+    journal. An incomplete last step is the beginning of the next batch. An earlier one is damaged:
+    raises JournalError, as for a group that the checkpoint has counted, too.
     """
     journal = collector.journal
     wait_out = collector.session.wait_out
@@ -285,9 +283,9 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
     begun: UpdateSettings | None = None
     num_refused = 0
     for record in wait_out(lambda: journal.read(step)):
-        if record.kind == RANGES:
+        if record.kind == journals.RANGES:
             ranges = collector.curriculum.ranges
-            ranges.next_index = max(ranges.next_index, decode_number(record.content))
+            ranges.next_index = max(ranges.next_index, journals.decode_number(record.content))
             continue
         group = _decode(collector, step, record, limits)
         if isinstance(group, UpdateSettings):
@@ -298,7 +296,9 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
             outcome = "trained" if group.has_signal else "no_signal"
         else:
             outcome = group.outcome
-            num_refused += record.kind == GROUP  # exceeds the limits; decoded as a DroppedGroup
+            num_refused += (
+                record.kind == journals.GROUP
+            )  # exceeds the limits; decoded as a DroppedGroup
         # `settle` returns False for a group that the checkpoint has counted.
         if not collector.admission.ledger.settle(
             group.sender, group.group_number, outcome, min_group_number=group.min_group_number
@@ -308,14 +308,12 @@ def load_journaled_batch(collector: BatchCollector, step: int, limits: wire.Grou
                 "disagree: a group is in both; move the newer of the two away"
             )
         collector.curriculum.update(group, outcome)
-    collector.restore_batch(groups, begun)
-    if collector.is_full:
-        return True
-    if num_refused and step < max(wait_out(journal.steps)):
-        return True
+    collector.restore_batch(groups)
+    if collector.is_full or (num_refused and step < max(wait_out(journal.steps))):
+        return LoadedBatch(True, begun)
     # The batch has too few groups: raises JournalError unless this is the last step.
     wait_out(lambda: journal.check_last(step, "is missing or lacks groups"))
-    return False
+    return LoadedBatch(False, begun)
 
 
 def skip_step(learner: PolicyLearner) -> None:
@@ -332,9 +330,9 @@ def _decode(
     file = collector.journal.file_of(step)
     run_id = collector.session.run_id
     try:
-        if record.kind == BEGUN:
-            return decode_update(record.content)
-        group = decode_record(record, limits)
+        if record.kind == journals.BEGUN:
+            return journals.decode_update(record.content)
+        group = journals.decode_record(record, limits)
         if isinstance(group, DroppedGroup) and group.outcome not in OUTCOMES:
             raise ValueError(f"unknown outcome {group.outcome!a:.40}")
     except (WireError, *atomic_files.MALFORMED) as error:

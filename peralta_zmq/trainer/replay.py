@@ -53,11 +53,10 @@ from peralta_zmq.weights.tensor_set import FileTensors
 from peralta_zmq.weights.version import RUN_FILE, WEIGHTS_FILE, Version
 
 PRINTED = ("reward", "loss", "grad_norm", "learning_rate")  # metrics in the line of each step
-DIFFERENT, DAMAGED = 1, 3  # exit codes, see `main`; 2 means any other error
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay or export; returns the exit code: DIFFERENT, DAMAGED (unreadable versions) or 0.
+    """Replay or export; returns the exit code: 1 for other weights, 3 for unreadable versions.
 
     Weights are compared only if the options change no setting, and not after steps that a session
     with another number of ranks trained, because the order of a sum changes its last bits. Raises
@@ -75,11 +74,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     run_config = _load_config(run)
     published, problems = published_ids(run, config) if config == run_config else ({}, [])
-    other_ranks = [
-        session
-        for session in _recorded_sessions(run, newest_step=max(published, default=0))
-        if session.num_ranks != ranks.world_size
-    ]
+    other_ranks = _sessions_on_other_ranks(
+        run, ranks.world_size, newest_step=max(published, default=0)
+    )
     notes = [_other_ranks_text(other_ranks, ranks.world_size)] if other_ranks else []
     sys.stderr.writelines(f"{printable(text)}\n" for text in (*problems, *notes))
     num_different = 0
@@ -89,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
         if step in published:
             if digest == published[step]:
                 result = "  as published"
-            elif any(_overlap(trained, session.steps) for session in other_ranks):
+            elif any({*trained}.intersection(session.steps) for session in other_ranks):
                 result = "  not compared: other number of ranks"
             else:
                 result = "  NOT as published"
@@ -100,22 +97,17 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     shutdown(ranks)
     if num_different:
-        return DIFFERENT
-    return DAMAGED if problems else 0
+        return 1
+    return 3 if problems else 0
 
 
 def replay(
-    config: Config,
-    folder: Path,
-    first: int | None,
-    last: int | None,
-    ranks: Ranks = SINGLE,
+    config: Config, folder: Path, first: int | None, last: int | None, ranks: Ranks = SINGLE
 ) -> Iterator[tuple[range, dict[str, float], str]]:
     """Yield the steps trained so far, metrics of the last one, and the sha256 of its weights.
 
     Training starts from the newest checkpoint before `first`, or from the base model; earlier steps
-    than `first` are not yielded. Steps have the UpdateSettings of the journal, unless `config`
-    changes those of the run. A step whose groups are all refused is skipped and has no metrics.
+    than `first` are not yielded. A step whose groups are all refused is skipped and has no metrics.
     Raises JournalError for a gap in the journal.
     """
     run_config = _load_config(folder)
@@ -138,7 +130,7 @@ def replay(
             if journaled is None:
                 break
             if build.update_settings(config, step) != build.update_settings(run_config, step):
-                journaled = journaled._replace(begun=None)
+                journaled = journaled._replace(begun=None)  # its numbers are changed
             if config == run_config and journaled.begun is not None:
                 _use_arithmetic(journaled.begun.arithmetic, here, step)
             if journaled.groups:
@@ -160,16 +152,13 @@ class _JournaledStep(NamedTuple):
     """A training step in the journal."""
 
     groups: Sequence[RolloutGroup]  # without refused ones
-    begun: UpdateSettings | None  # what the step was trained with; None: use the settings
+    begun: UpdateSettings | None  # numbers of its training; None: use the settings
 
 
 def _read_step(
     config: Config, folder: Path, step: int, limits: wire.GroupLimits, *, is_newest: bool
 ) -> _JournaledStep | None:
-    """Read a step; None if it is the newest one and not complete.
-
-    JournalError if it lacks groups.
-    """
+    """Read a step; None if it is an incomplete newest one. JournalError if it lacks groups."""
     records, _ = journal.read_records(folder / journal.JOURNAL, step)
     decoded = [
         journal.decode_record(record, limits)
@@ -235,10 +224,7 @@ def _export_merged(config: Config, version: Version, local: Path, target: Path) 
     base_folder = build.base_folder(config, version)
     trust = config.model.trust_remote_code
     base = frozen_base.load_base_weights(
-        base_folder,
-        build.base_dtype(version),
-        device=torch.device("cpu"),
-        trust_remote_code=trust,
+        base_folder, build.base_dtype(version), device=torch.device("cpu"), trust_remote_code=trust
     )
     tokenizer = models.load_tokenizer(base_folder, trust_remote_code=trust)
     adapter = FileTensors(local / WEIGHTS_FILE)
@@ -263,14 +249,16 @@ def _load_config(run: Path, settings: Sequence[str] = ()) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedSession:
-    """A start of the run's trainer."""
+    """A start of the run's trainer, from events.jsonl."""
 
-    steps: range  # the steps that it trained, including those replayed from the journal
+    steps: range  # steps that it trained, including those replayed from the journal
     num_ranks: int
 
 
-def _recorded_sessions(run: Path, *, newest_step: int) -> list[_RecordedSession]:
-    """The sessions of the run that trained steps up to `newest_step`, from events.jsonl."""
+def _sessions_on_other_ranks(
+    run: Path, num_ranks: int, *, newest_step: int
+) -> list[_RecordedSession]:
+    """Sessions that trained steps up to `newest_step` on another number of ranks."""
     found: list[_RecordedSession] = []
     end = newest_step  # of the session; a later session begins with the step where it ended
     for row in reversed(read_rows(run / EVENTS)):
@@ -278,11 +266,8 @@ def _recorded_sessions(run: Path, *, newest_step: int) -> list[_RecordedSession]
             first = int(number(row, "checkpoint", 0)) + 1
             found.append(_RecordedSession(range(first, end + 1), int(number(row, "ranks", 1))))
             end = min(newest_step, int(number(row, "step", 0)))
-    return [session for session in reversed(found) if session.steps]
-
-
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
+    sessions = reversed(found)
+    return [each for each in sessions if each.steps and each.num_ranks != num_ranks]
 
 
 def _other_ranks_text(sessions: Sequence[_RecordedSession], num_ranks: int) -> str:
@@ -300,10 +285,9 @@ def _other_ranks_text(sessions: Sequence[_RecordedSession], num_ranks: int) -> s
 def _restore(
     learner: PolicyLearner, folder: Path, earliest: int, first: int | None, *, is_fork: bool
 ) -> None:
-    """Restore the newest checkpoint before step `first`.
+    """Restore the newest checkpoint before `first`, by default the journal's `earliest` step.
 
-    JournalError if steps after it are missing. `earliest` is the first step in the journal, and the
-    default of `first`.
+    JournalError if steps after it are missing.
     """
     run_id = known_run_id(folder) or ""
     until = earliest - 1 if first is None else first - 1
@@ -327,16 +311,22 @@ def published_ids(run: Path, config: Config) -> tuple[dict[int, str], list[str]]
     problems: dict[int, str] = {}  # by version number
     store = WeightStore.open(config.weights_address)
     run_id = store.run_id
-    targets = _roll_back_targets(run)
+    # The step that each roll-back of the run returned to, oldest first.
+    rows = read_rows(run / EVENTS)
+    targets = [number(row, "step") for row in rows if row.get("event") == "roll_back"]
     if run_id is None:
         return {}, [f"no version is compared: {RUN_FILE} in {store.address} cannot be read"]
     numbers = _numbers_in(store)
     with progress_on_stderr("reading published weights", len(numbers)) as progress:
-        for count, number in enumerate(numbers, start=1):
-            version = store.find(number)
+        for count, index in enumerate(numbers, start=1):
+            version = store.find(index)
             if version is None:
-                problems[number] = f"version {number} is not compared: no valid {MANIFEST}"
-            elif version.run_id == run_id and not _is_undone(version, targets):
+                problems[index] = f"version {index} is not compared: no valid {MANIFEST}"
+            elif version.run_id == run_id and not any(
+                # The lineage is the number of roll-backs before the version.
+                target < version.step
+                for target in targets[version.lineage :]
+            ):
                 # If the step is lower than that of a previous version, the run was rolled back. The
                 # event of the roll-back may be missing, because the disk was full.
                 digests = {step: value for step, value in digests.items() if step < version.step}
@@ -344,24 +334,12 @@ def published_ids(run: Path, config: Config) -> tuple[dict[int, str], list[str]]
                     with load_version(store, version) as local:
                         digests[version.step] = weights_sha256(FileTensors(local / WEIGHTS_FILE))
                 except StoreError as error:
-                    reason = f"version {number} (step {version.step}) is not compared: {error}"
-                    problems[number] = reason
+                    reason = f"version {index} (step {version.step}) is not compared: {error}"
+                    problems[index] = reason
             progress.update(count)
     # A version that the running trainer deleted during the loop is no problem.
     remaining = _numbers_in(store)
-    return digests, [problems[number] for number in remaining if number in problems]
-
-
-def _roll_back_targets(run: Path) -> list[float]:
-    """The step that each roll-back of the run returned to, oldest first."""
-    rows = read_rows(run / EVENTS)
-    return [number(row, "step") for row in rows if row.get("event") == "roll_back"]
-
-
-def _is_undone(version: Version, targets: Sequence[float]) -> bool:
-    """True if a roll-back has undone the version's step; `targets`: see _roll_back_targets."""
-    # The lineage is the number of roll-backs before the version; the targets after it are later.
-    return any(target < version.step for target in targets[version.lineage :])
+    return digests, [problems[index] for index in remaining if index in problems]
 
 
 def _numbers_in(store: WeightStore) -> list[int]:

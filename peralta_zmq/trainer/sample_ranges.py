@@ -1,10 +1,9 @@
 """Which samples the generators draw: sample ranges, and problems that are too easy or too hard.
 
-A sample is one draw of a problem; the sample index numbers the samples of the whole run and
-determines the problem. A sample range is a range of indices that one sender, a start of a
-generator, alone draws. The status of a sender asks for a range; the trainer writes the grant to the
-journal, then announces it until a status of the sender confirms it. The rest of the ranges of a
-sender that ends is not drawn.
+The sample index numbers the samples of the whole run and determines the problem. One sender alone
+draws the indices of a sample range. Its status asks for a range; the trainer writes the grant to
+the journal, then announces it until a status confirms it. The rest of the ranges of a sender that
+ends is not drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from peralta_zmq.trainer.generator_registry import Sender
 from peralta_zmq.trainer.journal import DroppedGroup
 
 MAX_SAMPLES_AHEAD = 1 << 20  # a larger jump of the sample index is invalid and ignored
-MIN_RANGE, MAX_RANGE = 16, 1 << 16  # samples; a smaller one would need too many journal commits
 
 
 class SampleRanges:
@@ -37,16 +35,14 @@ class SampleRanges:
             self.next_index = max(self.next_index, next_index)
 
     def requests(self, senders: Iterable[Sender]) -> list[Sender]:
-        """Process the new statuses of senders; returns the senders that ask for a range.
-
-        A status that does not confirm the sender's newest range was sent before the range arrived.
-        """
+        """Process the new statuses of senders; returns the senders that ask for a range."""
         requesting = list[Sender]()
         for sender in senders:
             assert sender.status is not None
             self.advance(sender.status.next_sample_index)
             if sender.status.next_sample_index >= sender.sample_range.stop:
                 sender.sample_range = range(0)
+            # A status without the sender's newest range was sent before the range arrived.
             if sender.status.needs_range and not sender.sample_range:
                 requesting.append(sender)
         return requesting
@@ -60,10 +56,7 @@ class SampleRanges:
 
 @dataclass(slots=True)
 class Curriculum:
-    """Difficulty pools and sample ranges, which received groups update.
-
-    Difficulty pools hold the problems that are excluded from sampling.
-    """
+    """Difficulty pools and sample ranges, which received groups update."""
 
     pools: DifficultyPools
     run_log: RunLog
@@ -85,13 +78,13 @@ class Curriculum:
 def range_size(
     config: Config, *, groups_in_step: int, num_generators: int, fraction_in_use: float
 ) -> int:
-    """Number of samples of a range.
+    """Number of samples of a range: a generator's share of `max_async_level` + 1 weight versions.
 
-    All that a generator may draw until the trainer, which may answer no status during a step,
-    begins the next one: its share of `max_async_level` + 1 weight versions. More if only a fraction
-    of the problems is in use.
+    During a step the trainer may answer no status. More if only a fraction of the problems is in
+    use.
     """
     groups = max(config.groups_per_step, groups_in_step)
     num_steps = (config.train.max_async_level + 1) * config.weights.interval
     share = math.ceil(groups / max(1, num_generators)) * num_steps
-    return min(MAX_RANGE, math.ceil(max(MIN_RANGE, share) / max(fraction_in_use, 1e-6)))
+    # A smaller range would need too many journal commits.
+    return min(1 << 16, math.ceil(max(16, share) / max(fraction_in_use, 1e-6)))

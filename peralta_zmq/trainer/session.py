@@ -1,11 +1,8 @@
 """Resources of a trainer session: run folder, weights folder, sockets, stop flag.
 
-A session is one start of the trainer. The run folder has a lock file, RUN.json (the run's id, its
-weights folder, and properties of the tokenizer), config.toml (the settings) and all records.
-
-An outage is a time in which a disk or a mounted folder of the run cannot be used. The trainer of an
-existing run waits until it is over, also at the start of a session. The first start of a new run
-fails instead, because the settings may be wrong.
+A session is one start of the trainer. In an outage, a disk or a mounted folder of the run cannot be
+used. The trainer of an existing run waits until it is over, also at the start of a session. The
+first start of a new run fails instead, because the settings may be wrong.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ from peralta_zmq.trainer.journal import JOURNAL, Journal
 from peralta_zmq.weights.backends import ProbeFile
 from peralta_zmq.weights.store import WeightStore
 
-IDENTITY = "RUN.json"  # file in the run folder
-WARNING_SECONDS = 30.0  # interval of warnings during an outage
+IDENTITY = "RUN.json"  # the run's id, its weights folder, and properties of the tokenizer
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
@@ -57,7 +53,6 @@ class Session:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return self.config.run_folder
 
     def check_address(self) -> None:
@@ -65,10 +60,7 @@ class Session:
         self.wait_out(self.address_file.check)
 
     def wait_out(self, operation: Callable[[], Result]) -> Result:
-        """Call `operation` until no outage prevents it.
-
-        Reports the outage in terminal and events.jsonl.
-        """
+        """As the function `wait_out`; reports the outage in terminal and events.jsonl."""
 
         def report(text: str) -> None:
             self.announcer.publish(waiting=False)  # the trainer reads no groups meanwhile
@@ -100,10 +92,7 @@ class StopSignal:
 
 
 class ProgressAnnouncer:
-    """Publishes announcements. Callers change some fields; all others keep their values.
-
-    Thread-safe.
-    """
+    """Publishes announcements, from any thread."""
 
     def __init__(
         self, publisher: wire.AnnouncementPublisher, announcement: wire.Announcement
@@ -113,7 +102,7 @@ class ProgressAnnouncer:
         self._lock = threading.Lock()
 
     def publish(self, **fields: Any) -> None:
-        """Change fields of the announcement and publish it."""
+        """Change these fields of the announcement and publish it."""
         with self._lock:
             self.announcement = replace(self.announcement, **fields)
             self._publisher.publish(self.announcement)
@@ -128,6 +117,7 @@ def wait_out(
     folder: Path,
     stop: StopSignal,
     report: Callable[[str], None] = logger.warning,
+    report_seconds: float = 30.0,
 ) -> Result:
     """Retry `operation` while it raises OutageError or OSError; return its result.
 
@@ -150,7 +140,7 @@ def wait_out(
                 raise ConfigError(text) from None
             if stop.requested:
                 raise OutageError(text) from None
-            if now - reported_at > WARNING_SECONDS:
+            if now - reported_at > report_seconds:
                 reported_at = now
                 report(f"{text}. Waiting, nothing is lost")
         else:
@@ -170,8 +160,8 @@ class RunIdentity:
 
     run_id: str
     is_new: bool  # `run_id` is not from RUN.json
-    previous_config: Config  # of the last session of the run; of this one if it is new
-    lock: IO[bytes] | None = None  # of the run folder, if it is locked already
+    previous_config: Config  # settings of the last session of the run; of a new run, its own
+    lock: IO[bytes] | None = None  # lock of the run folder if it is locked already
     tokenizer: str | None = None  # models.tokenizer_identity
 
 
@@ -209,45 +199,45 @@ def open_run_folder(
 ) -> tuple[RunLog, Journal]:
     """Lock the run folder, claim the weights folder, open the run log and the journal.
 
-    Waits while the folders of an existing run cannot be used. For a new run, raises ConfigError or
-    StoreError instead; after StoreError the new files are removed. Raises ConfigError if the run
-    was made with another tokenizer.
+    For a new run, raises ConfigError or StoreError if the folders cannot be used; after StoreError
+    the new files are removed. Raises ConfigError if the run was made with another tokenizer.
     """
     folder = config.run_folder
-    run_id = identity.run_id
-    is_new = identity.is_new
 
     def waiting(operation: Callable[[], Result]) -> Result:
         return wait_out(operation, folder=folder, stop=stop)
 
     try:
-        if is_new:
+        if identity.is_new:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(config, identity))
         else:
             stack.enter_context(waiting(lambda: _locked(config, identity)))
         waiting(lambda: _claim_weights(store, config, identity))
     except StoreError:
-        if is_new:
-            _remove_new(folder)
+        if identity.is_new:
+            for name in (IDENTITY, RESOLVED, LOCK):
+                (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # not empty: for example, it has logs of the supervisor
+                folder.rmdir()
         raise
     except OSError as error:  # only for a new run: `waiting` raises OutageError
         raise _unwritable_error(folder, error) from None
     waiting(address_file.write)  # an earlier trainer then writes no more records
-    settings = config.model_dump(mode="json")
-    max_steps = config.train.max_steps
     trackers = open_trackers(
         config.run.report_to,
         folder=folder,
-        run_id=run_id,
+        run_id=identity.run_id,
         project=os.environ.get("WANDB_PROJECT") or "peralta_zmq",
-        settings=settings,
+        settings=config.model_dump(mode="json"),
     )
     journal = stack.enter_context(
         closing(waiting(lambda: Journal(folder / JOURNAL, before_write=address_file.check)))
     )
     run_log = waiting(
-        lambda: RunLog(folder, run=config.run.name, max_steps=max_steps, trackers=trackers)
+        lambda: RunLog(
+            folder, run=config.run.name, max_steps=config.train.max_steps, trackers=trackers
+        )
     )
     return stack.enter_context(run_log), journal
 
@@ -260,11 +250,10 @@ def _unwritable_error(folder: Path, error: OSError) -> ConfigError:
 
 
 def _locked(config: Config, identity: RunIdentity) -> IO[bytes]:
-    """Lock the run folder until the returned file is closed.
+    """Lock the run folder until the returned file is closed; write RUN.json and config.toml.
 
-    Write missing RUN.json and config.toml. Raises OutageError if RUN.json of an existing run is
-    missing: the disk was unmounted. Raises ConfigError (with wire.address_dir, OutageError) if
-    another trainer has the lock.
+    Raises OutageError if RUN.json of an existing run is missing: the disk was unmounted. Raises
+    ConfigError (with wire.address_dir, OutageError) if another trainer has the lock.
     """
     folder = config.run_folder
     if not identity.is_new and not (folder / IDENTITY).exists():
@@ -335,7 +324,6 @@ def write_identity(
 
 
 def _read_identity(folder: Path, field: str) -> str | None:
-    """A field of RUN.json; None if there is no such file. Raises OSError or JournalError."""
     file = folder / IDENTITY
     try:
         value = atomic_files.parse_object(file.read_bytes())[field]
@@ -350,25 +338,15 @@ def _read_identity(folder: Path, field: str) -> str | None:
 
 
 def _claim_weights(store: WeightStore, config: Config, identity: RunIdentity) -> None:
-    """Claim the weights folder for the run. Raises StoreError if another run has it.
-
-    A folder that weights.dir names and that was claimed before is not created: its file system is
-    not mounted. The default folder is, because users delete it to free space. Raises OutageError or
-    OSError if waiting may help.
-    """
+    """Claim the weights folder for the run. Raises StoreError if another run has it."""
     folder = config.run_folder
     run_id = identity.run_id
     is_known = _read_identity(folder, "weights") == store.address
+    # If a known folder of weights.dir is missing, its file system is not mounted. The default
+    # folder is created again, because users delete it to free space.
     store.claim(run_id, known=is_known, create=not (is_known and config.weights.dir))
     if not is_known:
         write_identity(folder, run_id=run_id, weights=store.address, tokenizer=identity.tokenizer)
-
-
-def _remove_new(folder: Path) -> None:
-    for name in (IDENTITY, RESOLVED, LOCK):
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # not empty: for example, it has logs of the supervisor
-        folder.rmdir()
 
 
 # Sockets and dashboard.
@@ -401,8 +379,7 @@ def open_sockets(
 ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, ProgressAnnouncer, wire.AddressFile]:
     """Bind the four ports of wire/__init__.py: from wire.port on, or the first free ones.
 
-    `train_set_digest` lets a generator detect that it has other training problems. The address is
-    not written to its file yet. Raises WireError if a port is in use.
+    The address is not written to its file yet. Raises WireError if a port is in use.
     """
     bind = config.wire.bind
     port = config.wire.port
@@ -410,10 +387,7 @@ def open_sockets(
         port = wire.first_free_port(bind, port)
     address = f"tcp://{with_port(bind, port)}"
     receiver = wire.RolloutReceiver(
-        address,
-        run_id=run_id,
-        limits=limits,
-        authenticator=authenticator,
+        address, run_id=run_id, limits=limits, authenticator=authenticator
     )
     stack.enter_context(closing(receiver))
     publisher = wire.AnnouncementPublisher(wire.next_port(address), authenticator=authenticator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -12,12 +12,10 @@ from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.environments import rows_task
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import TaskError
-from peralta_zmq.rollout import CUT_OFF, Answer, Problem
+from peralta_zmq.rollout import CUT_OFF, Answer
 from peralta_zmq.trainer.evaluation import Answering
 from peralta_zmq.trainer.policy import Policy
-
-ANSWER_SECONDS = 20.0  # longest time to sample the example
-SHOWN = 60  # characters of a question or an answer
+from peralta_zmq.trainer.session import StopSignal
 
 
 def start_lines(
@@ -26,8 +24,7 @@ def start_lines(
     policy: Policy,
     train: Environments,
     held_out: Environments,
-    *,
-    is_stopped: Callable[[], bool] = lambda: False,
+    stop: StopSignal,
 ) -> list[str]:
     """At most seven lines; `reasons` are those of the settings that the program chose."""
 
@@ -56,7 +53,7 @@ def start_lines(
         f"evaluated {every}",
         "learning": f"{rate}, {settings.lr_scheduler_type}; {settings.max_steps} steps of {batch}",
         "lengths": f"{completion}; {context}; {micro_batch}",
-        "example": _example_text(config, policy, held_out, is_stopped),
+        "example": _example_text(config, policy, held_out, stop),
     }
     return [f"{name:<9} {text}" for name, text in lines.items() if text]
 
@@ -72,43 +69,36 @@ def _task_text(env: EnvSection, train: Environments) -> str:
     return f"{env.label}, reward {reward or 'of the task'}"
 
 
-def _example_text(
-    config: Config, policy: Policy, held_out: Environments, is_stopped: Callable[[], bool]
-) -> str:
+def _example_text(config: Config, policy: Policy, held_out: Environments, stop: StopSignal) -> str:
     problem = held_out.problems[0]
     try:
-        answers = _answers(config, policy, held_out, problem, is_stopped)
+        answer = _first_answer(config, policy, held_out, stop)
     except TaskError as error:
         return f"an answer of the model gets no reward: {error}"
-    if not answers:
+    if answer is None:
         return ""
-    answer = answers[0]
     text = f"{_short(problem.question)} -> {_short(answer.answer)}{CUT_OFF * answer.cut_off}"
     is_known = problem.answer and problem.answer != problem.id  # a verifier keeps the answers
     expected = f"; the answer is {_short(problem.answer)}" if is_known else ""
     return f"{text} earns {answer.reward:g}{expected}"
 
 
-def _answers(
-    config: Config,
-    policy: Policy,
-    held_out: Environments,
-    problem: Problem,
-    is_stopped: Callable[[], bool],
-) -> Sequence[Answer]:
-    """Answers before training; none after ANSWER_SECONDS or a stop."""
-    deadline = time.monotonic() + ANSWER_SECONDS
+def _first_answer(
+    config: Config, policy: Policy, held_out: Environments, stop: StopSignal
+) -> Answer | None:
+    """An answer to the first problem, before training; None after 20 seconds or a stop."""
+    deadline = time.monotonic() + 20.0
     engine = policy.open_engine()
     with closing(Answering(config, engine, policy.tokenizer, held_out)) as answering:
-        answering.start(problem)
-        while answering.is_busy and not is_stopped() and time.monotonic() < deadline:
+        answering.start(held_out.problems[0])
+        while answering.is_busy and not stop.requested and time.monotonic() < deadline:
             for _, answers in answering.advance():
-                return answers
+                return answers[0]
         answering.check()
-    return ()
+    return None
 
 
-def _short(text: str) -> str:
+def _short(text: str, *, max_length: int = 60) -> str:
     """The end of a text on one line, in quotation marks: instructions come first."""
     line = " ".join(text.split())
-    return repr(line if len(line) <= SHOWN else f"...{line[-SHOWN:]}")
+    return repr(line if len(line) <= max_length else f"...{line[-max_length:]}")

@@ -27,9 +27,8 @@ from peralta_zmq.learning.step_metrics import (
     by_environment,
     special_token_ratio,
 )
-from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.observe.trackers import check_trackers
-from peralta_zmq.rollout import CUT_OFF, RolloutGroup
+from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import evaluation, fork, policy, session
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
@@ -38,9 +37,6 @@ from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mis
 from peralta_zmq.trainer.ranks import is_leader, join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
 from peralta_zmq.trainer.start_report import start_lines
-
-# The warning that all groups have equal rewards is due after this number of steps or seconds.
-NO_SIGNAL_STEPS, NO_SIGNAL_SECONDS = 20, 20.0
 
 
 def run(config: Config) -> None:
@@ -122,7 +118,6 @@ class Trainer:
         self.checkpoints = CheckpointWriter(self.session, self.policy, self.collector)
         self.mismatch = MismatchStatistics()
         self.early_stop = EarlyStop(config.early_stop)
-        self.no_signal = NoSignalWarning(run_log, self.policy.tokenizer)
         session.open_dashboard(config, stack, run_log)
         # Until here a signal ended the process at once, because there was no progress to save.
         stop.install()
@@ -138,7 +133,7 @@ class Trainer:
         return not (is_complete or self.session.stop.requested or self.early_stop.reason)
 
     def recover(self) -> None:
-        """Continue from the state that earlier sessions saved in the run folder."""
+        """Continue from the state in the run folder."""
         recovery = Recovery(
             self.session,
             self._previous_config,
@@ -159,13 +154,8 @@ class Trainer:
         """Print what a new run will do; `reasons` as in `start_lines`."""
         stop = self.session.stop
         if self.step == 0 and not stop.requested:
-            for line in start_lines(
-                self.session.config,
-                reasons,
-                self.policy,
-                *self._data,
-                is_stopped=lambda: stop.requested,
-            ):
+            config = self.session.config
+            for line in start_lines(config, reasons, self.policy, *self._data, stop):
                 self.session.run_log.note(line)
 
     def evaluate_base(self) -> None:
@@ -225,11 +215,7 @@ class Trainer:
             self.publish()
 
     def finish_step(self, *, repeated: UpdateSettings | None = None) -> StepResult:
-        """Take the next training step on the groups that the learner has.
-
-        The journal has them then. `repeated` is not None if an earlier session took this step: see
-        `Learner.finish_step`.
-        """
+        """Take the next training step on the groups that the learner has; `repeated` as there."""
         run_log = self.session.run_log
         result = self.policy.learner.finish_step(repeated=repeated)
         failpoint("trainer.learned")
@@ -251,14 +237,11 @@ class Trainer:
 
     @property
     def _is_publish_due(self) -> bool:
-        """Whether to publish the newest step.
-
-        Generators evaluate a step only with its weights or newer.
-        """
         config = self.session.config
-        step = self.step
-        is_last = step >= config.train.max_steps
-        is_interval = step % config.weights.interval == 0 or step % config.eval.interval == 0
+        is_last = self.step >= config.train.max_steps
+        # Generators evaluate a step only with its weights or newer.
+        intervals = (config.weights.interval, config.eval.interval)
+        is_interval = any(self.step % interval == 0 for interval in intervals)
         return is_last or is_interval or self.generators.keyframe_due
 
     def publish(self) -> float:
@@ -285,9 +268,10 @@ class Trainer:
         samples: list[dict[str, object]] = []
         if self.step > self.session.run_log.last_step:  # not written by an earlier session
             samples = self._samples(groups, result.advantages)
-        tracked = self._index_of_sample(groups)
-        if self.session.run_log.step(row, samples, tracked=tracked):
-            self.no_signal.update(self.step, groups, result.metrics["frac_reward_zero_std"])
+        # The group for the trackers depends only on settings, groups and step.
+        seed = self.session.config.run.seed
+        tracked = random.Random(f"{seed}/{self.step}").randrange(len(groups))
+        self.session.run_log.step(row, samples, tracked=tracked)
 
     def _samples(
         self, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
@@ -301,16 +285,8 @@ class Trainer:
         dropped = [_sample(self.step, *entry, tokenizer) for entry in self.collector.dropped]
         return batch + dropped
 
-    def _index_of_sample(self, groups: Sequence[RolloutGroup]) -> int:
-        """Index of the group for the trackers; depends only on settings, groups and step."""
-        seed = self.session.config.run.seed
-        return random.Random(f"{seed}/{self.step}").randrange(len(groups))
-
     def finish(self) -> None:
-        """Write a checkpoint.
-
-        If the version of the last step is published, evaluate and close the run.
-        """
+        """Write a checkpoint; evaluate and close the run if its last version is published."""
         step = self.step
         run_log = self.session.run_log
         self.collector.commit()
@@ -336,46 +312,9 @@ class Trainer:
         self.session.wait_out(self._close_run)
 
     def _close_run(self) -> None:
-        config = self.session.config
-        store = self.publishing.store
-        folder = policy.final_weights(config, self.policy, store)
+        folder = policy.final_weights(self.session.config, self.policy, self.publishing.store)
         accounting = self.collector.accounting()
-        num_made = self.generators.num_made
-        self.session.run_log.close_run(folder, accounting, num_made)
-
-
-class NoSignalWarning:
-    """Warns once if all groups of many steps have equal rewards: no learning signal."""
-
-    def __init__(self, run_log: RunLog, tokenizer: models.Tokenizer) -> None:
-        self._run_log = run_log
-        self._tokenizer = tokenizer
-        # Time and number of the last step in which a group had different rewards.
-        self._signal_time = time.monotonic()
-        self._signal_step = 0
-        self._warned = False
-
-    def update(self, step: int, groups: Sequence[RolloutGroup], frac_without: float) -> None:
-        """Add a step; `frac_without` is the fraction of groups without different rewards."""
-        if frac_without < 1.0:
-            self._signal_time = time.monotonic()
-            self._signal_step = step
-            return
-        steps = step - self._signal_step
-        is_long = steps > 1 and time.monotonic() - self._signal_time > NO_SIGNAL_SECONDS
-        if self._warned or not (steps >= NO_SIGNAL_STEPS or is_long):
-            return
-        self._warned = True
-        firsts = [group.rollouts[0] for group in groups[:3]]
-        samples = "; ".join(
-            f"{models.text_of(self._tokenizer, r.token_ids[r.loss_mask])!r}"
-            f"{CUT_OFF * r.is_cut_off} -> {r.reward:g}"
-            for r in firsts
-        )
-        self._run_log.note(
-            f"no learning signal: 100% of groups have equal rewards for {steps} steps; "
-            f"check the reward and the task's difficulty. Samples: {samples}"
-        )
+        self.session.run_log.close_run(folder, accounting, self.generators.num_made)
 
 
 def _sample(
@@ -401,10 +340,7 @@ def _sample(
 
 
 def _open_pools(config: Config, train: Environments) -> DifficultyPools:
-    """Create the difficulty pools.
-
-    Raises ConfigError for more problems than bits in an announcement.
-    """
+    """Raises ConfigError for more problems than bits in an announcement."""
     curriculum = config.curriculum
     pools = DifficultyPools(
         [problem.id for problem in train.problems],

@@ -169,7 +169,7 @@ def test_missing_generator_and_missing_signal_are_reported_in_30_s(
         until(lambda: "no rollouts for" in alone.printed, alone)
         assert time.monotonic() - started < 30
         assert "Start a generator: bin/generator" in alone.printed
-        until(lambda: "no learning signal" in trainer.printed, trainer, generator)
+        until(lambda: "learning signal: 100%" in trainer.printed, trainer, generator)
         assert time.monotonic() - stepped < 30
 
 

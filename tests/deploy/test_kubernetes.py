@@ -21,7 +21,7 @@ import yaml
 from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import read_toml
 from peralta_zmq.observe.prometheus import MEANINGS, exposition
-from peralta_zmq.trainer.generator_registry import MAX_STARTS, RegistryLimits
+from peralta_zmq.trainer.generator_registry import RegistryLimits
 
 REPO = Path(__file__).parents[2]
 EXAMPLE = REPO / "deploy/kubernetes"
@@ -149,7 +149,7 @@ def test_autoscaler_uses_exported_metrics_and_leaves_room_for_an_update() -> Non
     update = deployment["strategy"]["rollingUpdate"]
     assert update["maxSurge"] == 0
     replaced = ceil(scaler["maxReplicas"] * int(update["maxUnavailable"].rstrip("%")) / 100)
-    assert scaler["maxReplicas"] + replaced <= MAX_STARTS
+    assert scaler["maxReplicas"] + replaced <= RegistryLimits().max_starts
     assert (
         deployment["minReadySeconds"] > RegistryLimits().live_seconds
     )  # then they are no longer counted

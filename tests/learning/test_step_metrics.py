@@ -7,8 +7,6 @@ from sample_data import group_of, rollout_with
 
 from peralta_zmq.learning.step_metrics import (
     MAX_NAMES,
-    MIN_STEPS,
-    WINDOW,
     Mismatch,
     MismatchStatistics,
     by_environment,
@@ -92,8 +90,8 @@ def test_mismatch_mean_is_per_token() -> None:
 
 
 def test_sender_is_flagged_after_min_steps() -> None:
-    statistics = MismatchStatistics(bound=0.1)
-    for step in range(MIN_STEPS):
+    statistics = MismatchStatistics(bound=0.1, min_steps=2)
+    for step in range(2):
         assert statistics.flag_senders() == {}, step
         statistics.record({"ann/0": FAR, "bob/0": NEAR})
     assert statistics.flag_senders() == {"ann/0": pytest.approx(0.3)}
@@ -102,7 +100,7 @@ def test_sender_is_flagged_after_min_steps() -> None:
 def test_initial_mismatch_is_that_of_the_first_step() -> None:
     statistics = MismatchStatistics(bound=0.1)
     statistics.record({"ann/0": Mismatch(0.01, 10.0)})
-    for _ in range(3 * WINDOW):
+    for _ in range(3 * statistics.window):
         statistics.record({"ann/0": FAR})
     assert statistics.initial("ann/0") == pytest.approx(0.001)
 
@@ -132,7 +130,7 @@ def test_sender_is_flagged_once_per_incarnation() -> None:
 def test_mismatch_mean_covers_the_window() -> None:
     statistics = MismatchStatistics(bound=0.1)
     statistics.record({"ann/0": Mismatch(100.0, 10.0)})
-    for _ in range(WINDOW):
+    for _ in range(statistics.window):
         statistics.record({"ann/0": NEAR})
     assert statistics.mean("ann/0") == pytest.approx(0.01)
 

@@ -99,8 +99,7 @@ def careless():
 def native():
     hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1)
 
-user_functions.CALL_TIMEOUT_SECONDS = 0.2
-call = user_functions.checked_function("loss", "mine", globals()[sys.argv[1]])
+call = user_functions.checked_function("loss", "mine", globals()[sys.argv[1]], timeout=0.2)
 if sys.argv[2] == "main":
     call()
 else:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sample_data import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
+from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.generator_registry import RegistryLimits
 from peralta_zmq.trainer.trainer import Trainer
 from tools.link_proxy import free_ports
@@ -108,14 +110,32 @@ class Continued:
         stack.enter_context(closing(self._sender))
         return trainer
 
+    @contextmanager
+    def session(
+        self, *more: str, max_steps: int, until: int | None = None
+    ) -> Generator[Trainer, None, None]:
+        """A trainer that has recovered, and taken the steps until `until`."""
+        with ExitStack() as stack:
+            trainer = self.open(stack, *more, max_steps=max_steps)
+            trainer.recover()
+            if until is not None:
+                self.feed(trainer, groups_for(trainer), until=until)
+            yield trainer
+
+    def train(self, *more: str, max_steps: int, until: int) -> None:
+        """Take the steps until `until` in a session without an orderly end."""
+        with self.session(*more, max_steps=max_steps, until=until):
+            pass
+
+    def replay(self, capsys: pytest.CaptureFixture[str], run: str = "demo") -> list[str]:
+        """The result of each step that bin/replay repeats, such as "as published"."""
+        capsys.readouterr()
+        assert replay.main([str(self.folder.with_name(run))]) == 0
+        return [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()]
+
     def send(self, group: RolloutGroup) -> None:
         """Send a group to the open trainer."""
         assert self._sender.send(wire.encode_group(group), timeout=5)
-
-    def train(self, trainer: Trainer, *, until: int) -> None:
-        """Recover and take steps until `until`."""
-        trainer.recover()
-        self.feed(trainer, groups_for(trainer), until=until)
 
     def feed(self, trainer: Trainer, groups: Sequence[RolloutGroup], *, until: int) -> None:
         """Send groups and take steps until `until`; publish each step."""

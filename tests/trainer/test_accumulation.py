@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace as changed
 
 import pytest
@@ -73,9 +72,7 @@ def is_as_published(continued: Continued, capsys: pytest.CaptureFixture[str]) ->
 def test_replay_computes_the_micro_batches_of_the_run(
     continued: Continued, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *SETTINGS, max_steps=STEPS)
-        trainer.recover()
+    with continued.session(*SETTINGS, max_steps=STEPS) as trainer:
         generator = SlowGenerator(continued, groups_for(trainer))
         for _ in range(STEPS):
             generator.advance(trainer, monkeypatch)
@@ -93,11 +90,7 @@ def test_replay_computes_the_micro_batches_of_the_run(
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param((), id="full"),
-        pytest.param(ADAPTERS, id="lora", marks=pytest.mark.slow),
-    ],
+    "more", [pytest.param((), id="full"), pytest.param(ADAPTERS, id="lora", marks=pytest.mark.slow)]
 )
 def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
     continued: Continued,
@@ -108,9 +101,7 @@ def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
     if more:
         pytest.importorskip("peft", reason="the extra lora is not installed")
     for end in ("killed", "killed after a commit", "stopped"):
-        with ExitStack() as stack:
-            trainer = continued.open(stack, *SETTINGS, *more, max_steps=STEPS)
-            trainer.recover()
+        with continued.session(*SETTINGS, *more, max_steps=STEPS) as trainer:
             generator = SlowGenerator(continued, groups_for(trainer), kills=True)
             with pytest.raises(Killed):
                 generator.advance(trainer, monkeypatch)
@@ -121,9 +112,7 @@ def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
                 trainer.advance()
                 trainer.finish()
         assert kinds_of(continued, 1).count(GROUP) == (end != "killed")
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *SETTINGS, *more, max_steps=STEPS)
-        trainer.recover()
+    with continued.session(*SETTINGS, *more, max_steps=STEPS) as trainer:
         assert len(trainer.collector.batch) == 1
         generator = SlowGenerator(continued, groups_for(trainer))  # from the first one
         for _ in range(STEPS):
@@ -136,9 +125,7 @@ def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
 def test_dropped_groups_of_a_step_change_no_micro_batch(
     continued: Continued, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *SETTINGS, max_steps=1)
-        trainer.recover()
+    with continued.session(*SETTINGS, max_steps=1) as trainer:
         first, second, last, *_ = groups_for(trainer)
         # From weights that do not exist; it would complete the batch.
         undone = changed(second, rollouts=tuple(

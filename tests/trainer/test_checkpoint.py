@@ -16,13 +16,7 @@ from trainer_sessions import states_of
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import JournalError, OutageError
-from peralta_zmq.trainer.checkpoint import (
-    CHECKPOINTS,
-    Checkpoint,
-    newest,
-    prune,
-    write_checkpoint,
-)
+from peralta_zmq.trainer.checkpoint import CHECKPOINTS, Checkpoint, newest, prune, write_checkpoint
 
 LEDGER = {"ann/0011": 17}
 

@@ -228,7 +228,7 @@ def test_flood_of_dropped_groups_leaves_only_their_numbers_on_disk(
     events = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "drop"]
     assert len(events) == (outcome != "evaluated")
     again = opened(stack, tmp_path, groups=1)
-    assert not load_journaled_batch(again.collector, 100, wire.GroupLimits(64))
+    assert not load_journaled_batch(again.collector, 100, wire.GroupLimits(64)).is_complete
     assert again.collector.admission.ledger.outcomes == {outcome: 500}
     assert again.collector.add(groups[7], b"", step=100) == "duplicate"
 
@@ -366,7 +366,7 @@ def test_restarted_trainer_grants_no_sample_again(stack: ExitStack, tmp_path: Pa
     assert range_of(scene, stack, BOB) == range(32, 48)
 
     again = opened(stack, tmp_path, groups=1)
-    assert not load_journaled_batch(again.collector, 1, wire.GroupLimits(64))
+    assert not load_journaled_batch(again.collector, 1, wire.GroupLimits(64)).is_complete
     assert range_of(again, stack, BOB, step=2) == range(48, 64)
     assert granted_ends(tmp_path, 2) == [64]
 
@@ -634,9 +634,11 @@ def test_journaled_groups_above_the_limits_are_dropped(stack: ExitStack, tmp_pat
     again, limits = opened(stack, tmp_path, groups=2), wire.GroupLimits(64, max_tokens=20)
     batches = list[list[int]]()
     for step in (1, 2):  # of step 1, one group is left; a later step shows that it was complete
-        assert load_journaled_batch(again.collector, step, limits)
+        assert load_journaled_batch(again.collector, step, limits).is_complete
         batches.append([group.group_number for group in again.collector.take_batch()])
     assert batches == [[0], [2, 3]]
-    assert not load_journaled_batch(again.collector, 3, limits)  # continues with new groups
+    assert not load_journaled_batch(
+        again.collector, 3, limits
+    ).is_complete  # continues with new groups
     assert [group.group_number for group in again.collector.batch] == [5]
     assert again.collector.admission.ledger.outcomes == {"trained": 4, "invalid": 2}

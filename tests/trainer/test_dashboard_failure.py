@@ -88,11 +88,7 @@ def test_open_dashboard_on_a_foreign_host_is_reported(
 @pytest.mark.parametrize(
     ("setting", "value", "match"),
     [
-        (
-            "host",
-            "0.0.0.0",
-            r"is open to other machines without .*; set dashboard\.token_file",
-        ),
+        ("host", "0.0.0.0", r"is open to other machines without .*; set dashboard\.token_file"),
         ("token-file", "/gone", r"no dashboard: dashboard.token_file .*gone cannot be read"),
     ],
 )

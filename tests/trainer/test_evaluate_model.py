@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -33,9 +32,7 @@ def result_of(printed: str) -> str:
 def run(tmp_path: Path) -> Continued:
     """A run of two steps, whose weights are published."""
     run = Continued(tmp_path)
-    with ExitStack() as stack:
-        trainer = run.open(stack, "--eval.num-examples=8", max_steps=4)
-        run.train(trainer, until=2)
+    with run.session("--eval.num-examples=8", max_steps=4, until=2) as trainer:
         trainer.publishing.wait()
     return run
 

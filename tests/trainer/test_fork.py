@@ -31,9 +31,7 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 def train_source(continued: Continued, *more: str) -> dict[str, torch.Tensor]:
     """Train 4 steps with checkpoints of steps 2 and 4; returns the state of the learner."""
-    with ExitStack() as stack:
-        trainer = continued.open(stack, "--checkpoint.interval=2", *more, max_steps=8)
-        continued.train(trainer, until=4)
+    with continued.session("--checkpoint.interval=2", *more, max_steps=8, until=4) as trainer:
         return state_of(trainer)
 
 
@@ -63,9 +61,7 @@ def test_fork_continues_weights_and_optimizer_without_its_source(
 ) -> None:
     expected = train_source(continued)
     second = continued.folder.with_name("second")
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *FORK, *OTHER, max_steps=4)
-        trainer.recover()
+    with continued.session(*FORK, *OTHER, max_steps=4) as trainer:
         trainer.publishing.wait()
         assert trainer.step == 0
         assert not different(state_of(trainer), expected, "model/", "remainder/", "adamw/")
@@ -74,18 +70,13 @@ def test_fork_continues_weights_and_optimizer_without_its_source(
     assert "weights and optimizer of step 4 of run demo-" in capsys.readouterr().out
     shutil.rmtree(continued.folder)
     for options in (FORK, ("--run.name=second",)):
-        with ExitStack() as stack:
-            trainer = continued.open(stack, *options, *OTHER, max_steps=4)
-            trainer.recover()
+        with continued.session(*options, *OTHER, max_steps=4) as trainer:
             assert trainer.step == 2
     assert [row["step"] for row in read_rows(second / METRICS)] == [1, 2]
     (event,) = [row for row in read_rows(second / EVENTS) if row["event"] == "fork"]
     assert str(event["source"]).startswith("weights and optimizer of step 4 of run demo-")
     assert "step" not in event  # a step of the source is none of this run
-    capsys.readouterr()
-    assert replay.main([str(second)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("  as published") for line in lines] == [True] * 2
+    assert continued.replay(capsys, "second") == ["as published"] * 2
     shutil.rmtree(second / CHECKPOINTS)  # the weights of step 0 are lost
     with pytest.raises(JournalError, match="no checkpoint before it"):
         replay.main([str(second)])
@@ -98,9 +89,7 @@ def test_fork_continues_weights_and_optimizer_without_its_source(
 ])  # fmt: skip
 def test_fork_begins_with_a_new_optimizer(options: tuple[str, ...], continued: Continued) -> None:
     expected = train_source(continued)
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *FORK, *options, "--run.from-step=2", max_steps=4)
-        trainer.recover()
+    with continued.session(*FORK, *options, "--run.from-step=2", max_steps=4) as trainer:
         state = state_of(trainer)
         assert different(state, expected, "model/")
         assert not [path for path in state if path.startswith("adamw")]
@@ -122,9 +111,7 @@ def test_fork_keeps_masters_with_and_without_remainders(
         return found
 
     expected = masters(train_source(continued, source))
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *FORK, fork, max_steps=4)
-        trainer.recover()
+    with continued.session(*FORK, fork, max_steps=4) as trainer:
         state = state_of(trainer)
     has_remainders = any(path.startswith("remainder/") for path in state)
     assert has_remainders == (fork == "--train.master-noise")
@@ -135,13 +122,9 @@ def test_fork_keeps_masters_with_and_without_remainders(
 
 
 def test_fork_of_published_weights_of_a_running_run(continued: Continued) -> None:
-    with ExitStack() as stack:
-        source = continued.open(stack, max_steps=8)
-        continued.train(source, until=4)
+    with continued.session(max_steps=8, until=4):
         assert exit_code(recover_fork, continued.folder.parent, FROM_3, "") == 0
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *FROM_3, max_steps=4)
-        trainer.recover()
+    with continued.session(*FROM_3, max_steps=4) as trainer:
         state = state_of(trainer)
         assert not [path for path in state if path.startswith("adamw")]
         noise = [each for path, each in state.items() if path.startswith("remainder/")]
@@ -158,9 +141,7 @@ def test_fork_continues_adapters_with_another_alpha(
 ) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     train_source(continued, *LORA, "--lora.alpha=16")
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *options, *LORA, "--lora.alpha=8", max_steps=4)
-        trainer.recover()
+    with continued.session(*options, *LORA, "--lora.alpha=8", max_steps=4) as trainer:
         trainer.publishing.wait()
     step = 4 if options == FORK else 3
     second = published(continued.folder.with_name("second"))
@@ -195,9 +176,7 @@ def test_fork_refuses_what_it_cannot_continue_in_one_line(continued: Continued) 
         continued.open(stack, *changed, max_steps=8)
     options = str(caught.value).partition("add to the command: ")[2].partition(";")[0].split()
     assert options == ["--run.fork", "demo", "--run.name", "demo-2"]
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *changed, *options, max_steps=8)
-        trainer.recover()
+    with continued.session(*changed, *options, max_steps=8) as trainer:
         assert trainer.session.folder == continued.folder.with_name("demo-2")
 
 
@@ -215,8 +194,6 @@ def test_fork_killed_at_its_first_start_is_completed_by_the_next(
 ) -> None:
     expected = train_source(continued)
     assert exit_code(recover_fork, continued.folder.parent, FORK, f"{name}:1") == -signal.SIGKILL
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *options, max_steps=4)
-        trainer.recover()
+    with continued.session(*options, max_steps=4) as trainer:
         assert trainer.step == 0
         assert not different(state_of(trainer), expected, "model/", "remainder/", "adamw/")

@@ -18,7 +18,7 @@ from sockets import ANYWHERE, eventually
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
 from peralta_zmq.learning.admission import Ledger
-from peralta_zmq.learning.step_metrics import MIN_STEPS, Mismatch, MismatchStatistics
+from peralta_zmq.learning.step_metrics import Mismatch, MismatchStatistics
 from peralta_zmq.observe.event_log import LIMITS
 from peralta_zmq.observe.metrics import EVENTS, read_rows
 from peralta_zmq.observe.run_log import RunLog
@@ -42,6 +42,7 @@ STATUS = wire.GeneratorStatus(
     queue_frac=0.25,
     reload_s=1.0,
 )
+MAX_STARTS = RegistryLimits().max_starts
 TRAINER_INFO = {"python": "3.11.7", "torch": "2.13.0"}
 INFO = {"python": "3.10.12", "torch": "2.13.0", "device": "cpu", "mood": "good"}
 
@@ -148,7 +149,7 @@ def test_starts_of_one_name_are_bounded(registry: GeneratorRegistry, tmp_path: P
     ann, *_ = live(registry)
     for number in range(1000):
         registry.add_group(f"bob/{number:016x}", step=1)
-    newest = [f"bob/{number:016x}" for number in range(1000 - generator_registry.MAX_STARTS, 1000)]
+    newest = [f"bob/{number:016x}" for number in range(1000 - MAX_STARTS, 1000)]
     assert live(registry) == [ann, *newest]
     rows = read_rows(tmp_path / EVENTS)
     assert len(rows) <= 1 + LIMITS["join"] + LIMITS["leave"]
@@ -159,10 +160,8 @@ def test_starts_of_one_name_are_bounded(registry: GeneratorRegistry, tmp_path: P
     assert registry.add_status(status_of(f"bob/{1000:016x}"), step=1)  # the others have left
 
 
-def test_start_with_a_group_replaces_one_without(
-    registry: GeneratorRegistry,
-) -> None:
-    for number in range(generator_registry.MAX_STARTS):
+def test_start_with_a_group_replaces_one_without(registry: GeneratorRegistry) -> None:
+    for number in range(MAX_STARTS):
         assert registry.add_status(status_of(f"bob/{number:016x}"), step=1)
     assert not registry.add_status(status_of(f"bob/{100:016x}"), step=1)
     registry.add_group(f"bob/{100:016x}", step=1)
@@ -184,7 +183,7 @@ def test_refusal_of_a_status_takes_no_longer_with_many_senders(
         registry = opened(stack, folder)
         for number in range(num_senders):
             assert registry.add_status(status_of(f"g{number}/00"), step=1)
-        for number in range(generator_registry.MAX_STARTS):
+        for number in range(MAX_STARTS):
             assert registry.add_status(status_of(f"bob/{number:016x}"), step=1)
         started = time.process_time()
         for number in range(1000, 3000):
@@ -240,7 +239,7 @@ def test_statuses_of_unregistered_starts_are_not_kept(
     receiver: wire.GeneratorStatusReceiver,
     sender: wire.GeneratorStatusSender,
 ) -> None:
-    starts = [number.to_bytes(8, "big") for number in range(3 * generator_registry.MAX_STARTS)]
+    starts = [number.to_bytes(8, "big") for number in range(3 * MAX_STARTS)]
     last = replace(STATUS, generator_id="cid")
 
     def all_received() -> bool:
@@ -248,13 +247,13 @@ def test_statuses_of_unregistered_starts_are_not_kept(
             sender.send(replace(STATUS, generator_id="bob", incarnation=incarnation, made=2**63))
         sender.send(last)
         registry.receive_status(step=1, timeout=0.1)
-        return len(registry.live()) >= 2 + generator_registry.MAX_STARTS  # and ann and cid
+        return len(registry.live()) >= 2 + MAX_STARTS  # and ann and cid
 
     eventually(all_received)  # a round that is sent while it connects may arrive in part
     all_received()
     eventually(lambda: registry.receive_status(step=1) or receiver.is_empty)
     names = [each.name for each in registry.live() if each.status]
-    assert (names.count("bob"), len(set(names))) == (generator_registry.MAX_STARTS, 3)
+    assert (names.count("bob"), len(set(names))) == (MAX_STARTS, 3)
     assert registry.num_outstanding(Ledger()) == 0  # 2**63 groups are not plausible
 
 
@@ -379,7 +378,7 @@ def test_flood_of_starts_is_bounded_on_disk_and_terminal(
     stack.close()
     rows = read_rows(tmp_path / EVENTS)
     num_joins = sum(int(str(row.get("count", 1))) for row in rows if row["event"] == "join")
-    assert num_joins == generator_registry.MAX_STARTS
+    assert num_joins == MAX_STARTS
 
 
 def test_second_generator_of_a_name_is_reported_with_the_remedy(
@@ -400,10 +399,7 @@ def silent_events(folder: Path) -> list[object]:
 
 
 def test_groups_without_a_status_for_long_are_reported_once(
-    stack: ExitStack,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    clock: list[float],
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
     empty, lists = opened(stack, tmp_path), list[dict[str, int]]()
     bob = replace(STATUS, generator_id="bob")
@@ -499,7 +495,7 @@ def test_mismatch_is_printed_as_often_as_it_is_recorded(
     session = Session(config, RUN, run_log, announcer, address_file, StopSignal())
     senders = [f"ann/{number:016x}" for number in range(3 * LIMITS["mismatch"])]
     statistics = MismatchStatistics(bound=0.1)
-    for _ in range(MIN_STEPS):
+    for _ in range(statistics.window):
         statistics.record(dict.fromkeys(senders, Mismatch(3.0, 10.0)))
     report_mismatches(statistics, session, step=2)
     assert capsys.readouterr().out.count("generator ann differ") == LIMITS["mismatch"]

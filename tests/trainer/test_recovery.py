@@ -79,8 +79,7 @@ def test_replay_of_the_journal_is_recorded_before_the_resume(
 
 def test_stop_during_the_replay_ends_the_session(tmp_path: Path) -> None:
     run = Continued(tmp_path)
-    with ExitStack() as stack:
-        run.train(run.open(stack, max_steps=4), until=2)
+    run.train(max_steps=4, until=2)
     with ExitStack() as stack:
         trainer = run.open(stack, max_steps=4)
         trainer.session.stop.requested = True
@@ -165,19 +164,14 @@ def test_run_with_publish_interval_continues_after_a_kill_between_two_versions(
     continued: Continued,
 ) -> None:
     interval = ("--weights.interval=3", "--eval.interval=5", "--checkpoint.interval=2")
-    with ExitStack() as stack:  # closed without `finish`, like a killed trainer
-        continued.train(continued.open(stack, *interval, max_steps=9), until=4)
+    continued.train(*interval, max_steps=9, until=4)
     assert steps_published(continued.folder) == [0, 3]
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *interval, max_steps=9)
-        continued.train(trainer, until=8)
+    with continued.session(*interval, max_steps=9, until=8) as trainer:
         assert steps_published(continued.folder) == [0, 3, 4, 5, 6]  # 5 is evaluated
         trainer.session.stop.requested = True
         trainer.finish()  # publishes the weights of step 8
         accounting = trainer.collector.accounting()
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *interval, max_steps=9)
-        continued.train(trainer, until=9)
+    continued.train(*interval, max_steps=9, until=9)
     assert steps_published(continued.folder) == [0, 3, 4, 5, 6, 8, 9]
     assert accounting["trained"] + accounting["no_signal"] == 16  # 8 steps of 2 groups
     assert accounting["lost"] == accounting["stale"] == 0
@@ -191,9 +185,7 @@ def weights_of(trainer: Trainer) -> str:
 def test_stop_during_a_replay_changes_no_published_step(
     continued: Continued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ExitStack() as stack:
-        killed = continued.open(stack, max_steps=4)
-        continued.train(killed, until=3)
+    with continued.session(max_steps=4, until=3) as killed:
         published = weights_of(killed)
     with ExitStack() as stack:
         trainer = continued.open(stack, max_steps=8)
@@ -207,9 +199,7 @@ def test_stop_during_a_replay_changes_no_published_step(
         trainer.recover()
         trainer.finish()
         assert trainer.policy.learner.step == 1
-    with ExitStack() as stack:
-        trainer = continued.open(stack, max_steps=8)
-        trainer.recover()
+    with continued.session(max_steps=8) as trainer:
         assert (trainer.policy.learner.step, weights_of(trainer)) == (3, published)
     assert steps_published(continued.folder) == [0, 1, 2, 3]
     assert load_config("bin/trainer", ["@", str(continued.folder / RESOLVED)]).train.max_steps == 8
@@ -226,16 +216,12 @@ def test_step_of_which_all_groups_are_refused_is_skipped(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
     context = "--engine.max-model-len=512"
-    with ExitStack() as stack:
-        trainer = continued.open(stack, context, max_steps=4)
-        continued.train(trainer, until=1)
+    with continued.session(context, max_steps=4, until=1) as trainer:
         huge = group_of([1, 0, 0, 0], num_prompt=510, generator_id="eve",
                         run_id=trainer.session.run_id)  # fmt: skip
         journaled_by(trainer, 2, huge)
         journaled_by(trainer, 3, *groups_for(trainer)[10:12])
-    with ExitStack() as stack:
-        trainer = continued.open(stack, context, max_steps=4)
-        trainer.recover()
+    with continued.session(context, max_steps=4) as trainer:
         assert trainer.step == 3 and trainer.collector.accounting()["invalid"] == 1
         continued.feed(trainer, groups_for(trainer), until=4)
     (skip,) = (row for row in read_rows(continued.folder / EVENTS) if row["event"] == "skip")
@@ -251,20 +237,13 @@ def test_journaled_group_with_another_number_of_rollouts_is_refused(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluation = ("--eval.rollouts-per-example=8",)  # allows 5 rollouts in evaluation groups only
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *evaluation, max_steps=2)
-        continued.train(trainer, until=1)
+    with continued.session(*evaluation, max_steps=2, until=1) as trainer:
         other = group_of([1, 0, 0, 0, 0], generator_id="eve", run_id=trainer.session.run_id)
         journaled_by(trainer, 2, other)
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *evaluation, max_steps=2)
-        trainer.recover()
+    with continued.session(*evaluation, max_steps=2) as trainer:
         assert not trainer.collector.batch and trainer.collector.accounting()["invalid"] == 1
         continued.feed(trainer, groups_for(trainer), until=2)
-    capsys.readouterr()
-    assert replay.main([str(continued.folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("  as published") for line in lines] == [True] * 2
+    assert continued.replay(capsys) == ["as published"] * 2
     # The limits are those of the run, not of the settings to try.
     replay.main([str(continued.folder), "--sampling.num-generations=2", "--train.batch-size=8",
                  "--eval.rollouts-per-example=1"])  # fmt: skip
@@ -277,8 +256,7 @@ def test_continued_run_waits_for_room_for_a_checkpoint(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    with ExitStack() as stack:
-        continued.train(continued.open(stack, max_steps=4), until=3)
+    continued.train(max_steps=4, until=3)
     resolved = continued.folder / RESOLVED
     before = resolved.read_bytes()
     with ExitStack() as stack, monkeypatch.context() as patched:

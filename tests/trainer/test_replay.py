@@ -34,12 +34,8 @@ def test_replay_of_a_continued_run_uses_each_steps_learning_rate(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for max_steps in (2, 4):
-        with ExitStack() as stack:
-            continued.train(continued.open(stack, max_steps=max_steps), until=max_steps)
-    capsys.readouterr()
-    assert replay.main([str(continued.folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("  as published") for line in lines] == [True] * 4
+        continued.train(max_steps=max_steps, until=max_steps)
+    assert continued.replay(capsys) == ["as published"] * 4
     replay.main([str(continued.folder), "--train.learning-rate=0.02"])
     assert "learning_rate=0.02 " in capsys.readouterr().out.splitlines()[0]
 
@@ -66,8 +62,7 @@ def test_replay_excuses_other_weights_only_after_steps_on_other_ranks(
     results: list[str],
 ) -> None:
     for max_steps in (2, 4):
-        with ExitStack() as stack:
-            continued.train(continued.open(stack, max_steps=max_steps), until=max_steps)
+        continued.train(max_steps=max_steps, until=max_steps)
     with closing(Journal(continued.folder / JOURNAL)) as journal:  # its newest record counts
         numbers = UpdateSettings(0.03, weight_decay=0.0, max_grad_norm=1.0)
         journal.append(wrong, encode_update(numbers), BEGUN)
@@ -114,16 +109,11 @@ def with_turn_rewards(group: RolloutGroup) -> RolloutGroup:
 def test_replay_trains_rewards_of_turns_again(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ExitStack() as stack:
-        trainer = continued.open(stack, max_steps=2)
-        trainer.recover()
+    with continued.session(max_steps=2) as trainer:
         continued.feed(trainer, [*map(with_turn_rewards, groups_for(trainer))], until=2)
         row = read_rows(continued.folder / METRICS)[0]
         assert row["rewards/turn_rewards/mean"] > 0 and row["frac_reward_zero_std"] == 0
-    capsys.readouterr()
-    assert replay.main([str(continued.folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("  as published") for line in lines] == [True] * 2
+    assert continued.replay(capsys) == ["as published"] * 2
     message = "advantage.scale_rewards batch cannot be combined with the rewards of turns"
     with pytest.raises(ConfigError, match=message):
         changed = ("--advantage.name=group_zscore", "--advantage.scale-rewards=batch")
@@ -135,15 +125,14 @@ def test_replay_names_damaged_versions_and_compares_the_rest(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = ("--weights.keep-last=10", "--train.learning-rate=0.00001")  # small deltas
-    with ExitStack() as stack:
-        continued.train(continued.open(stack, *kept, max_steps=4), until=4)
+    continued.train(*kept, max_steps=4, until=4)
     weights = continued.folder / "weights"
     assert sorted(file.parent.name[-1] for file in weights.glob("*/delta.bin")) == [*"123"]
     whole = shutil.copytree(weights, continued.folder / "whole")
 
     def check(expected: dict[int, str]) -> None:
         capsys.readouterr()
-        assert replay.main([str(continued.folder)]) == replay.DAMAGED
+        assert replay.main([str(continued.folder)]) == 3
         out, err = capsys.readouterr()
         compared = [line.endswith("  as published") for line in out.splitlines()]
         assert compared == [step not in expected for step in (1, 2, 3, 4)]
@@ -159,11 +148,11 @@ def test_replay_names_damaged_versions_and_compares_the_rest(
     flip_bit(weights / "step_00000002" / "manifest.json")
     check({2: "no valid manifest.json", 3: "version 3 needs version 2, which is missing"})
     remove(weights / "RUN.json")
-    assert replay.main([str(continued.folder)]) == replay.DAMAGED
+    assert replay.main([str(continued.folder)]) == 3
     problem = f"no version is compared: RUN.json in {weights} cannot be read\n"
     assert problem in capsys.readouterr().err
     shutil.rmtree(weights)
-    assert replay.main([str(continued.folder)]) == replay.DAMAGED
+    assert replay.main([str(continued.folder)]) == 3
     assert problem in capsys.readouterr().err
 
 
@@ -172,14 +161,11 @@ def test_replay_does_not_compare_versions_that_a_roll_back_has_undone(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = ("--weights.keep-last=10", "--checkpoint.interval=1", "--checkpoint.keep-last=10")
-    with ExitStack() as stack:
-        continued.train(continued.open(stack, *kept, max_steps=3), until=3)
+    continued.train(*kept, max_steps=3, until=3)
     for step in (2, 3):  # the journal has lost them
         shutil.rmtree(continued.folder / CHECKPOINTS / f"step_{step:06d}")
         remove(file_of(continued.folder / JOURNAL, step))
-    with ExitStack() as stack:
-        trainer = continued.open(stack, *kept, max_steps=3)
-        trainer.recover()
+    with continued.session(*kept, max_steps=3) as trainer:
         others = [replace(group, generator_id="bob") for group in groups_for(trainer)[20:]]
         continued.feed(trainer, others, until=3)
         numbers = {each.number: each.step for each in trainer.publishing.store.versions()}
@@ -187,7 +173,7 @@ def test_replay_does_not_compare_versions_that_a_roll_back_has_undone(
 
     def compared() -> list[str]:
         capsys.readouterr()
-        assert replay.main([str(continued.folder)]) == replay.DAMAGED
+        assert replay.main([str(continued.folder)]) == 3
         return [line.partition("weights=")[2][16:] for line in capsys.readouterr().out.splitlines()]
 
     for number in (4, 5):

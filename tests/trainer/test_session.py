@@ -76,10 +76,7 @@ def unmounted(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]
 OUTAGES: dict[str, tuple[Outage, str]] = {
     "full disk": (full_disk, " cannot be written (No space left on device); mount it"),
     "failing rename": (failing_rename, "cannot be written (Stale file handle); mount it"),
-    "unmounted": (
-        unmounted,
-        "is gone; is it mounted? Mount it, or choose another",
-    ),
+    "unmounted": (unmounted, "is gone; is it mounted? Mount it, or choose another"),
     "lock": (foreign_lock, "another trainer (pid 7 on elsewhere) publishes to"),
 }
 
