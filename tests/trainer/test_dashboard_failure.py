@@ -6,8 +6,6 @@ import contextlib
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -17,13 +15,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from test_end_to_end import SMALL, free_ports
+from real_programs import REPO, RealRun
 
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer.session import open_dashboard
+from tools.link_proxy import free_ports
 
-ROOT = Path(__file__).parents[2]
 HIGH = 65_532  # the highest port allowed; three more follow it
 
 # Python imports this file from PYTHONPATH at its start.
@@ -118,29 +116,20 @@ def test_open_dashboard_disabled_prints_nothing(printed_by: Callable[..., list[s
 def test_training_completes_with_a_broken_dashboard(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     port = free_ports()
-    arguments = ("--run.dir", str(tmp_path), "--run.name", "r", "--wire.port", str(free_ports()),
-             *SMALL, "--train.max-steps", "2", "--dashboard.port", str(port))  # fmt: skip
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
-    with (tmp_path / "out").open("w") as out, ExitStack() as stack:
-        started = [
-            subprocess.Popen([sys.executable, str(ROOT / "bin" / program), *arguments], cwd=ROOT,
-                             stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": path})
-            for program in ("trainer", "generator")
-        ]  # fmt: skip
-        for process in started:
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-        while started[0].poll() is None:
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
+    settings = ("--train.max-steps", "2", "--dashboard.port", str(port))
+    with closing(RealRun(tmp_path, *settings)) as run:
+        trainer = run.trainer(environment=path)
+        run.generator("ann", environment=path)
+        while trainer.alive and status_of(f"http://127.0.0.1:{port}/api/runs/0") != 500:
             time.sleep(0.05)
-            if status_of(f"http://127.0.0.1:{port}/api/runs/0") == 500:
-                break
-        assert started[0].wait() == 0, (tmp_path / "out").read_text()
-    printed = (tmp_path / "out").read_text()
+        assert trainer.wait() == 0, trainer.printed
+        printed = trainer.printed
     lines = printed.splitlines()
     (line,) = [text for text in lines if "dashboard request" in text]
     assert r"failed at /api/runs/0 (RuntimeError('an error\nof" in line
     assert any(text.startswith("step=2/2 ") for text in lines), printed
-    assert (tmp_path / "r" / "summary.json").exists()
+    assert (run.folder / "summary.json").exists()
 
 
 def status_of(address: str) -> int | None:

@@ -3,65 +3,45 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from real_programs import REPO, Program, until
-from test_end_to_end import Machine
+from real_programs import REPO, RealRun, ended_within, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")  # fmt: skip
 
 
-class Ranks(Machine):
-    """Starts trainers with two ranks."""
-
-    def start_plain(self, program: str, *arguments: str) -> Program:
-        """Start a program; a trainer under torchrun."""
-        before = TORCHRUN if program == "trainer" else (sys.executable,)
-        config = ("@", str(REPO / "configs" / "demo.toml"))
-        command = [*before, str(REPO / "bin" / program), *config, *arguments]
-        self._started.append(Program(command, self._folder / f"{len(self._started)}.log", {}))
-        return self._started[-1]
-
-    def close(self) -> None:
-        """Terminate all programs: a killed torchrun would leave its ranks running."""
-        for program in self._started:
-            program.process.send_signal(signal.SIGCONT)
-            program.process.terminate()
-            try:
-                program.process.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                program.process.kill()
-                program.process.wait()
-
-
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Ranks]:
-    started = Ranks(tmp_path)
-    yield started
-    started.close()
+def run(tmp_path: Path) -> Iterator[RealRun]:
+    settings = ("@", str(REPO / "configs" / "demo.toml"), "--train.max-steps", "12")
+    with closing(RealRun(tmp_path, *settings, launchers={"trainer": TORCHRUN})) as started:
+        yield started
+        for program in started.started:  # a killed torchrun would leave its ranks running
+            program.signal(signal.SIGCONT)
+            program.signal(signal.SIGTERM)
+            ended_within(program, 40)
 
 
-def test_two_ranks_resume_after_ctrl_c_and_complete_the_run(machine: Ranks) -> None:
-    generator = machine.start("generator", "--train.max-steps", "12")
-    trainer = machine.start("trainer", "--train.max-steps", "12")
-    until(lambda: len(machine.rows()) >= 2, trainer, generator)
-    generator.process.send_signal(signal.SIGSTOP)  # so that the trainer cannot reach the end
-    trainer.process.send_signal(signal.SIGINT)
+def test_two_ranks_resume_after_ctrl_c_and_complete_the_run(run: RealRun) -> None:
+    generator = run.start("generator")
+    trainer = run.start("trainer")
+    until(lambda: len(run.rows) >= 2, trainer, generator)
+    generator.signal(signal.SIGSTOP)  # so that the trainer cannot reach the end
+    trainer.signal(signal.SIGINT)
     trainer.wait(timeout=40)
-    stopped = int(str(machine.rows()[-1]["step"]))
+    stopped = int(str(run.rows[-1]["step"]))
     assert 2 <= stopped < 12
     assert f"stopped after step {stopped}, saved; the same command resumes it" in trainer.printed
 
-    generator.process.send_signal(signal.SIGCONT)
-    trainer = machine.start("trainer", "--train.max-steps", "12")
+    generator.signal(signal.SIGCONT)
+    trainer = run.start("trainer")
     assert trainer.wait() == 0, trainer.printed
     assert generator.wait() == 0, generator.printed
     assert f"resumed: step={stopped} checkpoint={stopped} replayed=0" in trainer.printed
     assert "steps              12 in" in trainer.printed
-    assert [row["step"] for row in machine.rows()] == [*range(1, 13)]
+    assert [row["step"] for row in run.rows] == [*range(1, 13)]
