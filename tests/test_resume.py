@@ -229,13 +229,17 @@ def test_huge_groups_are_refused_and_a_restart_continues(
             assert reason in refused
         # The first is larger than any group within the limits: libzmq closed the connection.
         assert trainer.session.announcer.announcement.max_group_bytes < 128 << 10
-        # As in a journal that was written without these limits.
-        trainer.collector.journal.append(2, wire.encode_group(over[0]))
+        for group in over[:2]:  # as in a journal that was written without these limits
+            trainer.collector.journal.append(2, wire.encode_group(group))
         trainer.collector.commit()
     with continued.session(*settings, max_steps=4, until=3) as trainer:
-        assert trainer.collector.accounting()["invalid"] == 1
-        assert trainer.collector.admission.ledger.highest(over[0].sender) == 0
+        assert trainer.collector.accounting()["invalid"] == 2
+        assert trainer.collector.admission.ledger.highest(over[0].sender) == 1
     assert continued.replay(capsys) == ["as published"] * 3
+    # The limits are those of the run, not of the settings to try.
+    replay.main([str(continued.folder), "--sampling.num-generations=2", "--train.batch-size=8",
+                 "--eval.rollouts-per-example=1"])  # fmt: skip
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def weights_after(folder: Path, environment: dict[str, str], until: int, digest: Path) -> None:

@@ -77,10 +77,7 @@ class Admission:
 
 
 def staleness(group: RolloutGroup, *, step: int) -> int:
-    """Age, at training step `step`, of the oldest weights that sampled the group.
-
-    The newest weights, those of `step` - 1, have age 0.
-    """
+    """Age, at `step`, of the oldest weights that sampled the group; 0 for those of `step` - 1."""
     return max(0, step - 1 - group.policy_step)
 
 
@@ -202,10 +199,7 @@ class Ledger:
         return above
 
     def _limit_memory(self) -> None:
-        """Above a limit, close the gaps, whose groups become lost, or forget a sender.
-
-        Chooses the least recently active sender.
-        """
+        """Above a limit, close the gaps of the least recently active sender, or forget it."""
         if self._num_above > self._max_above:
             oldest = next(iter(self._above))
             above = self._pop_above(oldest)

@@ -93,10 +93,7 @@ def advantages_of(
 
 
 def normalized_rewards(group: RolloutGroup, weights: Mapping[str, float]) -> list[float]:
-    """R = sum(w z) over the terms of the reward, z = `group_zscore` of a term (GDPO, 2601.05242).
-
-    A missing term adds 0.
-    """
+    """R = sum(w z) over the terms, z = `group_zscore` of a term or 0 (GDPO, arXiv 2601.05242)."""
     terms = [rollout.rewards or {"reward": rollout.reward} for rollout in group.rollouts]
     sums = [0.0] * len(terms)
     for name in dict.fromkeys(chain(*terms)):
@@ -200,10 +197,7 @@ def leave_one_out(
     scale_rewards: ScaleRewards = "none",
     step_rewards: Sequence[float] = (),
 ) -> list[float]:
-    """R - mean of the other K - 1 rewards (RLOO); 0 for a single rollout.
-
-    `scale_rewards` divides it as in `group_zscore` (PipelineRL: "group").
-    """
+    """R - mean of the other K - 1 rewards (RLOO), scaled as `group_zscore`; 0 for one rollout."""
     share_of_others = 1 - 1 / len(rewards)  # R - mean = share_of_others * (R - mean of the others)
     deviations = _scaled(_deviations(rewards, fmean(rewards)), share_of_others)
     return _scaled(deviations, _scale(scale_rewards, rewards, step_rewards))
@@ -237,10 +231,7 @@ def token_whitening(
 
 
 def _deviations(rewards: Sequence[float], baseline: float) -> list[float]:
-    """R - baseline; exactly 0 if all rewards are equal within rounding.
-
-    Otherwise a division by the standard deviation would turn rounding errors into advantages of 1.
-    """
+    """R - baseline; exactly 0 if all rewards are equal, so that no rounding error is scaled up."""
     if equal_within_rounding(rewards):
         return [0.0] * len(rewards)
     return [reward - baseline for reward in rewards]
@@ -283,10 +274,7 @@ class Filter:
 def apply_filters(
     groups: Sequence[RolloutGroup], filters: Sequence[Filter]
 ) -> tuple[list[list[bool]], dict[str, int]]:
-    """Return one flag per rollout for each group, False if it is removed from the loss.
-
-    Also numbers of rollouts: filter/NAME detected by a filter, filter/taken_out removed.
-    """
+    """Per group, a flag per rollout, False if a filter removes it; and numbers of rollouts."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     included = [True] * len(rollouts)
     counts = dict[str, int]()

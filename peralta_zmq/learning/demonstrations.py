@@ -76,10 +76,7 @@ def add_gradient(
     compute_logprobs: ComputeLogprobs,
     num_tokens: float,
 ) -> dict[str, float]:
-    """Add the gradient of `weight` times the mean of -logprob over `num_tokens` tokens.
-
-    Returns this rank's summand of the metric sft_loss, the mean without the weight.
-    """
+    """Add the gradient of `weight` times mean(-logprob); returns this rank's part of sft_loss."""
     total = 0.0
     for batch in batches:
         logprobs = compute_logprobs(

@@ -48,10 +48,7 @@ class SingleRank:
 
 
 def join(device: torch.device) -> DistributedRanks:
-    """Join the process group that torchrun's environment variables describe.
-
-    Raises RankError when another rank does not join.
-    """
+    """Join the ranks that torchrun's variables describe; RankError if another one does not."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with _rank_errors():

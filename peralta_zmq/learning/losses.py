@@ -213,10 +213,7 @@ def _objective(
 
 @torch.no_grad()
 def _vespo_scale(tokens: Tokens, log_ratio: Tensor, weight: Tensor | None) -> Tensor:
-    """W^k exp(l (1 - W)), [N], with TRL's k, l and bounds.
-
-    W is the product of r and w over the token's rollout.
-    """
+    """W^k exp(l (1 - W)) with TRL's k and l, [N]; W is the product of r and w over the rollout."""
     lowest = math.log(1e-8)
     total = sequence_sum(tokens, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     if weight is not None:

@@ -129,10 +129,7 @@ def _update_in_parts(
     parameter: torch.nn.Parameter,
     *index: int,
 ) -> None:
-    """Update a parameter with `update_step` of AdamW8bit.
-
-    On a CPU this needs 20 bytes per element of its tensors, so it gets one part after another.
-    """
+    """Call `update_step` of AdamW8bit; on a CPU in parts, as it needs 20 bytes per element."""
     state = optimizer.state[parameter]
     kinds = ("state1", "state2", "absmax1", "absmax2")
     tensors = (parameter, cast(Tensor, parameter.grad), *(state[kind] for kind in kinds[:2]))

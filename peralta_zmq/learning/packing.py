@@ -180,10 +180,7 @@ def make_micro_batches(
 
 
 def full_micro_batch(samples: Sequence[PackedSample], packing: Packing) -> list[int]:
-    """Indices of the samples of the fullest micro-batch; empty if one micro-batch holds all.
-
-    Few of the samples that are still to come would fit into it. For one rank.
-    """
+    """Samples of the fullest micro-batch of one rank, by index; empty if one holds all samples."""
     sizes = [len(sample.token_ids) for sample in samples]
     padded = not packing.share_prompts
     rounds = assign_to_bins(sizes, packing.max_tokens, padded=padded)

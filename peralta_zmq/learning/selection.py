@@ -31,10 +31,7 @@ class TokenSelection:
     def __call__(
         self, batches: Sequence[MicroBatch], ranks: Ranks = SINGLE
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """Set `selected` and `prox_logprobs` of each batch; also returns metrics of the step.
-
-        masked/entropy and masked/m2 are the shares of the tokens that each bound leaves out.
-        """
+        """Set `selected` and `prox_logprobs` of each batch; metrics: shares left out."""
         prox = list[Tensor]()
         entropies = list[Tensor]()
         squares = list[Tensor]()
@@ -66,10 +63,7 @@ class TokenSelection:
 
 
 def entropy_bound(entropies: Tensor, top_quantile: float) -> float:
-    """The lowest entropy to keep: the quantile 1 - top_quantile of the entropies [N].
-
-    With linear interpolation (arXiv 2506.01939, as in TRL).
-    """
+    """The lowest entropy to keep: quantile 1 - top_quantile, as in TRL (arXiv 2506.01939)."""
     return float(np.quantile(entropies.numpy(), 1 - top_quantile)) if len(entropies) else 0.0
 
 

@@ -166,10 +166,7 @@ def mismatch_by(names: Sequence[str], parts: Sequence[Mismatch]) -> dict[str, Mi
 
 @dataclass(slots=True)
 class UpdateSums:
-    """Sums over micro-batches, and then over ranks, from which an update's metrics are computed.
-
-    The metric ess, the effective sample size, is ratio^2 / (number of tokens * ratio_square).
-    """
+    """Sums over micro-batches, then over ranks; ess = ratio^2 / (tokens * ratio_square)."""
 
     metrics: dict[str, float] = field(default_factory=lambda: {"loss": 0.0, "mismatch_kl": 0.0})
     """Means, of which every micro-batch adds its part."""

@@ -65,10 +65,7 @@ class CheckpointWriter:
             run_log.note(f"{error}; the journal still holds everything")
 
     def write(self) -> None:
-        """Write a checkpoint of the newest step unless there is one; prune older ones.
-
-        Raises OutageError, and WireError if another trainer continues the run.
-        """
+        """Write the newest step's checkpoint, prune older ones. Raises OutageError, WireError."""
         learner = self._policy.learner
         settings = self._session.config.checkpoint
         if learner.step == self.saved_step:

@@ -168,11 +168,7 @@ class BatchCollector:
             self._commit_and_acknowledge_if_due(step, is_computing=True)
 
     def grant_ranges(self, step: int) -> bool:
-        """Receive statuses, and grant a sample range to each sender that asks.
-
-        True if one was granted. It is in the journal of `step` before it is announced, so that a
-        restarted trainer does not grant its samples again.
-        """
+        """Receive statuses; journal, then grant a range to each sender that asks."""
         ranges = self.curriculum.ranges
         senders = ranges.requests(self._generators.receive_status(step=step))
         if not senders or self.admission.is_over:
@@ -277,10 +273,7 @@ class BatchCollector:
             self.acknowledgements.publish(step - 1, started_step=step - 1, waiting=is_waiting)
 
     def commit(self) -> None:
-        """Make all journaled groups durable, retrying while the disk fails.
-
-        Raises OutageError on a stop.
-        """
+        """Make journaled groups durable; waits for a failing disk. OutageError on a stop."""
         started = time.monotonic()
         if self.session.wait_out(self.journal.commit):  # False if no record was waiting
             self.acknowledgements.mark_durable()

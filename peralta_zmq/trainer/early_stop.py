@@ -15,10 +15,7 @@ METRICS = {"min_entropy": "entropy", "max_reward": "reward"}
 
 @dataclass(slots=True)
 class EarlyStop:
-    """Counts consecutive steps beyond each limit in this session of the trainer.
-
-    `reason` is empty until a limit has been exceeded for `patience` steps.
-    """
+    """Counts steps in a row beyond each limit; sets `reason` after `patience` of them."""
 
     settings: EarlyStopSection
     patience: int = 10

@@ -30,10 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answering:
-    """Samples completions of held-out problems and computes their rewards. Use with `closing`.
-
-    A problem whose reward function fails is skipped and logged.
-    """
+    """Samples and scores held-out problems; logs a failed reward. Use with `closing`."""
 
     def __init__(
         self, config: Config, engine: Engine, tokenizer: models.Tokenizer, held_out: Environments
@@ -174,10 +171,7 @@ class EvaluationCoordinator:
             self._announce()
 
     def request(self, step: int) -> None:
-        """Request an evaluation from the generators instead of an earlier, incomplete one.
-
-        Not of step 0 and the last one, which `evaluate` evaluates.
-        """
+        """Request an evaluation from generators; not of the steps that `evaluate` evaluates."""
         if 0 < step < self._session.config.train.max_steps and not self.is_recorded(step):
             self.abandon()
             self._begin(step)

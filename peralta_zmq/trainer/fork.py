@@ -106,10 +106,7 @@ def _read_checkpoint(source: Source, step: int | None) -> Checkpoint | None:
 
 
 def _read_published(source: Source, config: Config, policy: Policy) -> Checkpoint:
-    """The published weights of run.from_step, as masters.
-
-    Sets the parameters of the policy to them.
-    """
+    """Set the policy to the published weights of run.from_step; returns them as masters."""
     # The default store is in the run folder, which may have been moved.
     store = WeightStore.open(source.config.weights.dir or source.folder / "weights")
     versions = {version.step: version for version in store.versions()}  # the newest of each step
@@ -190,10 +187,7 @@ def _rescaled(saved: Checkpoint, factor: float) -> Checkpoint:
 def _forked_state(
     config: Config, fresh: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state of a new learner, `fresh`, with the weights and optimizer of a checkpoint.
-
-    Saved weights without remainders are the masters.
-    """
+    """The state of a new learner, `fresh`, with weights and optimizer of a checkpoint."""
     state = {
         path: saved.get(path, tensor) if path.startswith("reference/") else tensor
         for path, tensor in fresh.items()

@@ -19,7 +19,7 @@ import re
 import shlex
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,7 +29,8 @@ from isal.isal_zlib import crc32
 
 from peralta_zmq import atomic_files, wire
 from peralta_zmq.atomic_files import failpoint
-from peralta_zmq.errors import JournalError, OutageError, failure_text
+from peralta_zmq.errors import JournalError, OutageError, WireError, failure_text
+from peralta_zmq.learning.admission import OUTCOMES
 from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.rollout import RolloutGroup
 
@@ -144,10 +145,7 @@ class Journal:
         return True
 
     def read(self, step: int) -> list[JournalRecord]:
-        """Return the complete records of a step; cut off a torn record at the end.
-
-        Raises OSError or OutageError, and JournalError for damage that is not a torn end.
-        """
+        """The whole records of a step; cuts off a torn one. Raises OutageError, JournalError."""
         file = self.file_of(step)
         records, torn = read_records(self._folder, step)
         if torn:
@@ -256,13 +254,63 @@ def decode_update(content: bytes) -> UpdateSettings:
     return UpdateSettings(**json.loads(content))
 
 
-def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGroup | DroppedGroup:
-    """Decode a GROUP or DROPPED record. Raises WireError, ValueError or TypeError.
+class StepRecords(NamedTuple):
+    """Decoded records of a step."""
 
-    A group that exceeds the limits becomes a DroppedGroup with outcome "invalid".
-    """
+    entries: list[RolloutGroup | DroppedGroup | int]
+    """In their order; a number is the first sample index that is not granted."""
+    num_refused: int  # groups above the limits, which are decoded as dropped ones
+    begun: UpdateSettings | None  # numbers of the step's updates
+
+    @property
+    def groups(self) -> list[RolloutGroup]:
+        return [entry for entry in self.entries if isinstance(entry, RolloutGroup)]
+
+
+def decode_step(
+    records: Sequence[JournalRecord],
+    limits: wire.GroupLimits,
+    *,
+    file: Path,
+    step: int,
+    run_id: str | None,
+) -> StepRecords:
+    """Decode the records of a step. Raises JournalError for one that is unreadable or foreign."""
+    entries: list[RolloutGroup | DroppedGroup | int] = []
+    begun: UpdateSettings | None = None
+    for record in records:
+        try:
+            if record.kind == RANGES:
+                entries.append(decode_number(record.content))
+            elif record.kind == BEGUN:
+                begun = decode_update(record.content)
+            else:
+                entries.append(decode_record(record, limits))
+        except (WireError, *atomic_files.MALFORMED) as error:
+            raise JournalError(
+                f"{file} has a complete record that cannot be read ({error}); use the version and "
+                "the model that wrote it, or move it and those of later steps away to continue "
+                f"from step {step - 1}"
+            ) from None
+    num_groups = sum(record.kind == GROUP for record in records)
+    decoded = StepRecords(entries, 0, begun)
+    for group in decoded.groups:
+        if group.run_id != run_id and run_id is not None:
+            raise JournalError(
+                f"{file} holds a group of run {group.run_id}, not of {run_id}; move it and those "
+                f"of later steps away to continue from step {step - 1}, or choose another "
+                "--run.name"
+            )
+    return decoded._replace(num_refused=num_groups - len(decoded.groups))
+
+
+def decode_record(record: JournalRecord, limits: wire.GroupLimits) -> RolloutGroup | DroppedGroup:
+    """Decode a GROUP or DROPPED record. Raises WireError, ValueError or TypeError."""
     if record.kind == DROPPED:
-        return DroppedGroup.decode(record.content)
+        group = DroppedGroup.decode(record.content)
+        if group.outcome not in OUTCOMES:
+            raise ValueError(f"unknown outcome {group.outcome!a:.40}")
+        return group
     try:
         return wire.decode_group(record.content, limits)
     except wire.InvalidGroupError as error:

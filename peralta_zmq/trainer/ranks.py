@@ -167,10 +167,7 @@ def make_policy_learner(config: Config, model: models.Model, ranks: Ranks) -> Po
 
 
 def run_follower(config: Config, ranks: DistributedRanks) -> None:
-    """Execute rank 0's commands until "end". Raises RankError if rank 0 is gone.
-
-    Ignores SIGINT and SIGTERM, which rank 0 handles.
-    """
+    """Execute rank 0's commands until "end"; ignores signals. RankError if rank 0 is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("peralta_zmq").setLevel(logging.WARNING)  # rank 0 logs the other messages

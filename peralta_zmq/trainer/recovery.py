@@ -22,8 +22,7 @@ from typing import Any
 
 from peralta_zmq import atomic_files, build, models, wire
 from peralta_zmq.config import Config, changed_settings, write_resolved
-from peralta_zmq.errors import ConfigError, JournalError, WireError
-from peralta_zmq.learning.admission import OUTCOMES
+from peralta_zmq.errors import ConfigError, JournalError
 from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.observe.run_log import abandoned_weights
 from peralta_zmq.observe.run_state import REPLAY
@@ -32,7 +31,7 @@ from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
-from peralta_zmq.trainer.journal import JOURNAL, DroppedGroup, JournalRecord
+from peralta_zmq.trainer.journal import JOURNAL
 from peralta_zmq.trainer.policy import Policy, PolicyPublisher, group_limits
 from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
@@ -124,11 +123,7 @@ class Recovery:
     # 2. Train the journaled steps again.
 
     def journaled_steps(self) -> Iterator[tuple[list[RolloutGroup], UpdateSettings]]:
-        """Yield the groups of each journaled step, and the numbers that it was trained with.
-
-        The caller takes the step before it asks for the next one. Ends early if a stop is
-        requested.
-        """
+        """Yield each step's groups and numbers; the caller takes it before it asks for the next."""
         learner = self.policy.learner
         run_log = self.session.run_log
         config = self.session.config
@@ -179,10 +174,7 @@ class Recovery:
         self.is_exact = self.is_exact and is_exact
 
     def _adopt_settings(self) -> None:
-        """Write a checkpoint, record the changed settings, then write them.
-
-        After this checkpoint no restart needs the previous limits of groups.
-        """
+        """Write a checkpoint: no restart then needs the previous limits. Record the settings."""
         session = self.session
         previous = self.previous_config
         session.wait_out(self.checkpoints.write)
@@ -240,10 +232,7 @@ class Recovery:
             )
 
     def _publish(self, step: int) -> None:
-        """Publish the weights of `step`, or announce them if the store has them.
-
-        Weights that may have other bits than before are published under a new number.
-        """
+        """Announce the stored weights of `step`; publish them if there are none with these bits."""
         newest = self.publishing.store.newest()
         is_last = step >= self.session.config.train.max_steps
         if (
@@ -279,26 +268,19 @@ def load_journaled_batch(
     """
     journal = collector.journal
     wait_out = collector.session.wait_out
-    groups = list[RolloutGroup]()
-    begun: UpdateSettings | None = None
-    num_refused = 0
-    for record in wait_out(lambda: journal.read(step)):
-        if record.kind == journals.RANGES:
+    records = wait_out(lambda: journal.read(step))
+    run_id = collector.session.run_id
+    file = journal.file_of(step)
+    decoded = journals.decode_step(records, limits, file=file, step=step, run_id=run_id)
+    for group in decoded.entries:
+        if isinstance(group, int):
             ranges = collector.curriculum.ranges
-            ranges.next_index = max(ranges.next_index, journals.decode_number(record.content))
-            continue
-        group = _decode(collector, step, record, limits)
-        if isinstance(group, UpdateSettings):
-            begun = group
+            ranges.next_index = max(ranges.next_index, group)
             continue
         if isinstance(group, RolloutGroup):
-            groups.append(group)
             outcome = "trained" if group.has_signal else "no_signal"
         else:
             outcome = group.outcome
-            num_refused += (
-                record.kind == journals.GROUP
-            )  # exceeds the limits; decoded as a DroppedGroup
         # `settle` returns False for a group that the checkpoint has counted.
         if not collector.admission.ledger.settle(
             group.sender, group.group_number, outcome, min_group_number=group.min_group_number
@@ -308,12 +290,12 @@ def load_journaled_batch(
                 "disagree: a group is in both; move the newer of the two away"
             )
         collector.curriculum.update(group, outcome)
-    collector.restore_batch(groups)
-    if collector.is_full or (num_refused and step < max(wait_out(journal.steps))):
-        return LoadedBatch(True, begun)
+    collector.restore_batch(decoded.groups)
+    if collector.is_full or (decoded.num_refused and step < max(wait_out(journal.steps))):
+        return LoadedBatch(True, decoded.begun)
     # The batch has too few groups: raises JournalError unless this is the last step.
     wait_out(lambda: journal.check_last(step, "is missing or lacks groups"))
-    return LoadedBatch(False, begun)
+    return LoadedBatch(False, decoded.begun)
 
 
 def skip_step(learner: PolicyLearner) -> None:
@@ -321,33 +303,6 @@ def skip_step(learner: PolicyLearner) -> None:
     # On the CPU, as in a checkpoint: `restore` sends the tensors to the other ranks from there.
     tensors = {name: tensor.cpu() for name, tensor in learner.state().items()}
     learner.restore(learner.step + 1, tensors)
-
-
-def _decode(
-    collector: BatchCollector, step: int, record: JournalRecord, limits: wire.GroupLimits
-) -> RolloutGroup | DroppedGroup | UpdateSettings:
-    """Decode a record. Raises JournalError if it is unreadable or of another run."""
-    file = collector.journal.file_of(step)
-    run_id = collector.session.run_id
-    try:
-        if record.kind == journals.BEGUN:
-            return journals.decode_update(record.content)
-        group = journals.decode_record(record, limits)
-        if isinstance(group, DroppedGroup) and group.outcome not in OUTCOMES:
-            raise ValueError(f"unknown outcome {group.outcome!a:.40}")
-    except (WireError, *atomic_files.MALFORMED) as error:
-        raise JournalError(
-            f"{file} has a complete record that cannot be read ({error}); use the version and the "
-            "model that wrote it, or move it and those of later steps away to continue from step "
-            f"{step - 1}"
-        ) from None
-    if isinstance(group, RolloutGroup) and group.run_id != run_id:
-        raise JournalError(
-            f"{file} holds a group of run {group.run_id}, not of {run_id}; move it and "
-            f"those of later steps away to continue from step {step - 1}, or choose another "
-            "--run.name"
-        )
-    return group
 
 
 def _storage_of(fields: Mapping[str, Any]) -> str:

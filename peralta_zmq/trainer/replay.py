@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -31,11 +30,9 @@ from peralta_zmq.errors import (
     program_name,
 )
 from peralta_zmq.learning.distributed import SINGLE, DistributedRanks, Ranks
-from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.observe.metrics import EVENTS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
-from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import checkpoint, journal
 from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.ranks import (
@@ -148,41 +145,26 @@ def replay(
         raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
 
 
-class _JournaledStep(NamedTuple):
-    """A training step in the journal."""
-
-    groups: Sequence[RolloutGroup]  # without refused ones
-    begun: UpdateSettings | None  # numbers of its training; None: use the settings
-
-
 def _read_step(
     config: Config, folder: Path, step: int, limits: wire.GroupLimits, *, is_newest: bool
-) -> _JournaledStep | None:
+) -> journal.StepRecords | None:
     """Read a step; None if it is an incomplete newest one. JournalError if it lacks groups."""
     records, _ = journal.read_records(folder / journal.JOURNAL, step)
-    decoded = [
-        journal.decode_record(record, limits)
-        for record in records
-        if record.kind in (journal.GROUP, journal.DROPPED)
-    ]
-    groups = [group for group in decoded if isinstance(group, RolloutGroup)]
-    num_refused = sum(record.kind == journal.GROUP for record in records) - len(groups)
-    is_full = sum(len(group.rollouts) for group in groups) >= config.train.batch_size
+    file = journal.file_of(folder / journal.JOURNAL, step)
+    run_id = known_run_id(folder)
+    decoded = journal.decode_step(records, limits, file=file, step=step, run_id=run_id)
+    num_rollouts = sum(len(group.rollouts) for group in decoded.groups)
     # As in recovery.py: refused groups were part of the batch, so a batch that is not full
     # without them is trained, except in the newest step: it may never have been complete.
-    if not is_full and is_newest:
+    if num_rollouts >= config.train.batch_size or (decoded.num_refused and not is_newest):
+        return decoded
+    if is_newest:
         return None
-    if not is_full and not num_refused:
-        larger = " (or train.batch_size is larger than the run's)" if groups else ""
-        raise JournalError(
-            f"{journal.file_of(folder / 'journal', step)} is missing or lacks groups"
-            f"{larger}, and there are later steps; put a copy back, or replay only the "
-            "steps before it (--to) or after a later checkpoint (--from)"
-        )
-    updates = [
-        journal.decode_update(record.content) for record in records if record.kind == journal.BEGUN
-    ]
-    return _JournaledStep(groups, updates[-1] if updates else None)
+    larger = " (or train.batch_size is larger than the run's)" if decoded.groups else ""
+    raise JournalError(
+        f"{file} is missing or lacks groups{larger}, and there are later steps; put a copy back, "
+        "or replay only the steps before it (--to) or after a later checkpoint (--from)"
+    )
 
 
 def _use_arithmetic(recorded: Mapping[str, str], here: Mapping[str, str], step: int) -> None:
@@ -196,10 +178,7 @@ def _use_arithmetic(recorded: Mapping[str, str], here: Mapping[str, str], step: 
 
 
 def export(run: Path, step: int | None, target: Path) -> Version:
-    """Write the published version of a step, or the newest, as a folder for transformers.
-
-    Raises StoreError if it cannot be read, or if the folder exists or cannot be written.
-    """
+    """Write a published version, by default the newest, for transformers. Raises StoreError."""
     config = _load_config(run)
     try:
         check_folder(str(target))
@@ -285,10 +264,7 @@ def _other_ranks_text(sessions: Sequence[_RecordedSession], num_ranks: int) -> s
 def _restore(
     learner: PolicyLearner, folder: Path, earliest: int, first: int | None, *, is_fork: bool
 ) -> None:
-    """Restore the newest checkpoint before `first`, by default the journal's `earliest` step.
-
-    JournalError if steps after it are missing.
-    """
+    """Restore the newest checkpoint before `first`; JournalError if later steps are missing."""
     run_id = known_run_id(folder) or ""
     until = earliest - 1 if first is None else first - 1
     saved = checkpoint.newest(folder / checkpoint.CHECKPOINTS, run_id=run_id, until=until)

@@ -78,11 +78,7 @@ class Curriculum:
 def range_size(
     config: Config, *, groups_in_step: int, num_generators: int, fraction_in_use: float
 ) -> int:
-    """Number of samples of a range: a generator's share of `max_async_level` + 1 weight versions.
-
-    During a step the trainer may answer no status. More if only a fraction of the problems is in
-    use.
-    """
+    """Samples of a range: a generator's share of max_async_level + 1 weight versions."""
     groups = max(config.groups_per_step, groups_in_step)
     num_steps = (config.train.max_async_level + 1) * config.weights.interval
     share = math.ceil(groups / max(1, num_generators)) * num_steps

@@ -377,10 +377,7 @@ def open_sockets(
     train_set_digest: bytes,
     authenticator: wire.Authenticator,
 ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, ProgressAnnouncer, wire.AddressFile]:
-    """Bind the four ports of wire/__init__.py: from wire.port on, or the first free ones.
-
-    The address is not written to its file yet. Raises WireError if a port is in use.
-    """
+    """Bind the four ports from wire.port on, or the first free ones. WireError if one is in use."""
     bind = config.wire.bind
     port = config.wire.port
     if config.address_folder is not None:  # generators find any port

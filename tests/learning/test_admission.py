@@ -81,10 +81,6 @@ def test_ledger_gap_holds_settled_until_filled() -> None:
     assert marks == [(0, 0), (0, 2), (0, 3), (3, 3)]
 
 
-def test_ledger_of_unknown_sender_is_empty() -> None:
-    assert (Ledger().settled("a"), Ledger().highest("a")) == (-1, -1)
-
-
 def test_ledger_memory_is_bounded_for_jumping_group_numbers() -> None:
     ledger = Ledger()
     for group_number in range(0, 40_000, 2):

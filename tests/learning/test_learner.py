@@ -16,7 +16,6 @@ from exactness import Float64
 from learners import FOUR, groups_of, identical, learner_with_reference, tokens_of_step, weights
 from sample_data import (
     constant,
-    group_of,
     packed,
     siblings,
     step_gradient,
@@ -41,27 +40,6 @@ def test_learn_raises_probability_of_better_rollouts() -> None:
     learner = tiny_learner(model, weight_decay=0.0)
     losses = [learner.learn(groups_of(1)).metrics["loss"] for _ in range(5)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-
-
-def test_metrics_report_learning_rate_of_the_step() -> None:
-    learner = tiny_learner(tiny_model(), learning_rate=lambda step: step / 1000)
-    rows = [learner.learn(groups_of(1)).metrics for _ in range(2)]
-    assert [row["learning_rate"] for row in rows] == [0.001, 0.002]
-
-
-def test_learning_rate_zero_changes_nothing() -> None:
-    model = tiny_model()
-    before = weights(model)
-    tiny_learner(model, learning_rate=lambda step: 0.0).learn(groups_of(1))
-    assert identical(weights(model), before)
-
-
-def test_step_without_signal_changes_no_weights() -> None:
-    model = tiny_model()
-    before, learner = weights(model), tiny_learner(model)
-    row = learner.learn([group_of([1, 1])]).metrics
-    assert identical(weights(model), before)
-    assert (learner.step, row["reward"], row["frac_reward_zero_std"]) == (1, 1, 1)
 
 
 def nan_loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -47,6 +47,14 @@ def noisy(
     return MasterWeights(parameters, dtype, make_masters=None if seed is None else make_masters)
 
 
+def move(masters: MasterWeights, parameters: Mapping[str, nn.Parameter], by: Any) -> None:
+    """Add a number or tensor to all masters."""
+    masters.join()
+    for parameter in parameters.values():
+        parameter.data += by
+    masters.split()
+
+
 def masters_of(masters: MasterWeights, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     masters.join()
     joined = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -137,15 +145,13 @@ def test_published_weights_follow_the_masters_in_the_mean(base: float, direction
     """Also where the grid steps above and below differ: at powers of two."""
     parameters = {"w": nn.Parameter(torch.full((1_000_000,), base))}
     masters = noisy(parameters)
-    move = direction * 0.05 * abs(base) * 2.0**-8
-    masters.join()
-    parameters["w"].data += move
-    masters.split()
+    distance = direction * 0.05 * abs(base) * 2.0**-8
+    move(masters, parameters, distance)
     moved = (parameters["w"].detach() - base).double()
     # The largest probability of a move is 0.05 * 2, so the mean of a million has a standard error
     # below 1 % of the move (0.05 * 2 * 0.95 / 1e6)^(1/2) = 0.0003 of a grid step of at least half
     # the larger one; 5 % are more than four of them.
-    assert abs(float(moved.mean()) / move - 1) < 0.05
+    assert abs(float(moved.mean()) / distance - 1) < 0.05
 
 
 @pytest.mark.parametrize("optim", OPTIMS)
@@ -229,10 +235,7 @@ def masters_on_rank(shards: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
     prepared = ranks.prepare(model)
     parameters = dict(prepared.named_parameters())
     masters = noisy(parameters)
-    masters.join()
-    for parameter in parameters.values():
-        parameter.data += 1e-3
-    masters.split()
+    move(masters, parameters, 1e-3)
     masters.join()
     joined = {name: full_tensor(each.detach()).clone() for name, each in parameters.items()}
     masters.split()
@@ -245,10 +248,7 @@ def test_masters_are_equal_for_any_number_of_ranks(
 ) -> None:
     parameters = {"weight": on_grid(5, 6), "bias": on_grid(5)}
     masters = noisy(parameters)
-    masters.join()
-    for parameter in parameters.values():
-        parameter.data += 1e-3
-    masters.split()
+    move(masters, parameters, 1e-3)
     expected = masters_of(masters, parameters)
     for found, movement in on_ranks(tmp_path, masters_on_rank, shards, count=count):
         assert identical(found, expected)

@@ -62,18 +62,22 @@ def test_neither_writing_nor_reading_copies_all_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(restored.tensors[name], each) for name, each in tensors.items())
 
 
-def test_verified_checkpoint_that_is_no_safetensors_file_is_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("state.safetensors", b"12345678"),
+        ("progress.json", b"[" * 100_000),
+        ("progress.json", b'{"a":' * 500 + b"1" + b"}" * 500),
+        ("progress.json", b"[]"),
+    ],
+)
+def test_verified_checkpoint_with_invalid_content_is_skipped(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     saved(tmp_path, 10)
-    files = {"state.safetensors": b"12345678", "progress.json": b"{}"}
-    atomic_files.write_folder(tmp_path / "step_000020", files, {"run_id": "run-1", "step": 20})
-    assert step_of(tmp_path) == 10
-
-
-@pytest.mark.parametrize("progress", [b"[" * 100_000, b'{"a":' * 500 + b"1" + b"}" * 500, b"[]"])
-def test_checkpoint_with_nested_progress_is_skipped(tmp_path: Path, progress: bytes) -> None:
-    saved(tmp_path, 10)
-    file = (tmp_path / "step_000010" / "state.safetensors").read_bytes()
-    files = {"state.safetensors": file, "progress.json": progress}
+    names = ("state.safetensors", "progress.json")
+    files = {each: (tmp_path / "step_000010" / each).read_bytes() for each in names}
+    files[name] = content
     atomic_files.write_folder(tmp_path / "step_000020", files, {"run_id": "run-1", "step": 20})
     assert step_of(tmp_path) == 10
 

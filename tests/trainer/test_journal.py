@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from faults import failing
 
 from peralta_zmq.errors import JournalError, OutageError
 from peralta_zmq.trainer.journal import DROPPED, GROUP, HEADER, RANGES, Journal, JournalRecord
@@ -106,12 +107,8 @@ def test_read_makes_unsynced_records_of_a_killed_writer_durable(
 
 def test_read_reports_a_failed_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path)
-
-    def fails(descriptor: int) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OutageError, match=r"cannot write .*step_000004\.msgpack: broken"):
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    with pytest.raises(OutageError, match=r"cannot write .*step_000004\.msgpack: Input/output"):
         read(tmp_path)
 
 
@@ -220,12 +217,9 @@ def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -
 def test_disk_error_is_reported_and_the_commit_repeated(
     journal: Journal, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
     journal.append(4, b"frame")
     with monkeypatch.context() as patched:
-        patched.setattr(os, call, fails)
+        patched.setattr(os, call, failing(code))
         with pytest.raises(OutageError, match=os.strerror(code)):
             journal.commit()
     journal.append(4, b"another")

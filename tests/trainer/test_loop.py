@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import failing, failing_until_pause, on_pause, start_and_end
 from sample_data import group_of
 from trainer_sessions import Session, groups_for
 
@@ -41,7 +42,7 @@ from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.trainer import checkpoint, generator_registry, trainer
 from peralta_zmq.trainer.collector import CollectorLimits
 from peralta_zmq.trainer.journal import DROPPED, GROUP, DroppedGroup
-from peralta_zmq.trainer.session import IDENTITY, StopSignal, lock
+from peralta_zmq.trainer.session import IDENTITY, lock
 from peralta_zmq.trainer.trainer import Trainer
 from tools.link_proxy import free_ports
 
@@ -128,20 +129,18 @@ def test_run_with_an_edited_template_or_tokenizer_is_refused(
     before = file.read_text("utf-8")
     for text in (before, before):
         file.write_text(text, "utf-8")
-        with ExitStack() as stack:
-            Trainer(config, stack)
+        start_and_end(config)
     file.write_text(before.replace("{{ message.role }}", "{{ message.role | upper }}"), "utf-8")
     identity = (config.run_folder / "RUN.json").read_bytes()
     changed = r"have changed since .*: chat_template=\w{16} -> chat_template=\w{16}; put them back"
-    with ExitStack() as stack, pytest.raises(ConfigError, match=changed):
-        Trainer(config, stack)
+    with pytest.raises(ConfigError, match=changed):
+        start_and_end(config)
     assert (config.run_folder / "RUN.json").read_bytes() == identity
 
 
 def test_second_trainer_on_a_run_folder_is_refused(settings: list[str]) -> None:
     config = config_of(*settings)
-    with ExitStack() as stack:
-        Trainer(config, stack)
+    start_and_end(config)
     # The lock is the one that the first trainer would hold.
     refused = pytest.raises(ConfigError, match=r"another trainer uses .*--run\.name")
     with closing(lock(config.run_folder)), refused:
@@ -272,13 +271,11 @@ def test_step_is_not_published_before_its_groups_are_on_disk(
         opened.session.stop.requested = True  # else it retries until there is room
         return finish_step(**options)
 
-    def full(content: bytes) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
     monkeypatch.setattr(opened.policy.learner, "finish_step", finish_and_stop)
-    monkeypatch.setattr(collector.journal, "_write", full)
-    with pytest.raises(OutageError, match="full"):
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+    with pytest.raises(OutageError, match="No space left"):
         opened.advance()
+    monkeypatch.undo()
     opened.publishing.wait()  # for a version that should not have been begun
     newest = opened.publishing.store.newest()
     assert newest is not None and newest.step == 0
@@ -294,18 +291,8 @@ def test_recovery_waits_until_the_journal_can_be_written(
 ) -> None:
     opened = Trainer(config_of(*settings), stack)
     journaled_by(opened, 0)
-    fsync, is_broken = os.fsync, [True]
-
-    def fsync_or_fail(descriptor: int) -> None:
-        if is_broken:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        fsync(descriptor)
-
-    def repair(stop: StopSignal, seconds: float) -> None:
-        is_broken.clear()
-
-    monkeypatch.setattr(os, "fsync", fsync_or_fail)
-    monkeypatch.setattr(StopSignal, "pause", repair)
+    monkeypatch.setattr(os, "fsync", failing(errno.EROFS))
+    on_pause(monkeypatch, monkeypatch.undo)
     opened.recover()
     assert len(opened.collector.batch) == 1
     printed = capsys.readouterr().out
@@ -318,22 +305,9 @@ def test_recovery_waits_until_the_run_folder_can_be_listed(
 ) -> None:
     opened = Trainer(config_of(*settings), stack)
     journaled_by(opened, 0)
-    list_files, pauses, is_stale = atomic_files.steps_in, list[float](), [True]
-
-    def fails_at_first(folder: Path, **options: str) -> dict[int, Path]:
-        if is_stale[0]:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        is_stale[0] = True  # the next listing fails again
-        return list_files(folder, **options)
-
-    def repair(stop: StopSignal, seconds: float) -> None:
-        pauses.append(seconds)
-        is_stale[0] = False
-
-    monkeypatch.setattr(atomic_files, "steps_in", fails_at_first)
-    monkeypatch.setattr(StopSignal, "pause", repair)
+    listed = failing_until_pause(monkeypatch, atomic_files, "steps_in", errno.ESTALE)
     opened.recover()
-    assert len(opened.collector.batch) == 1 and len(pauses) > 2
+    assert len(opened.collector.batch) == 1 and len(listed) > 2
 
 
 def test_recovery_waits_until_its_records_can_be_read(
@@ -342,51 +316,26 @@ def test_recovery_waits_until_its_records_can_be_read(
     opened = Trainer(config_of(*settings), stack)
     saved_by(opened)
     opened.session.run_log.step({"step": 1, "time": 1.0}, [])  # its groups are not in the journal
-    exists, found, is_broken = Path.exists, list[str](), [True]
-
-    def fails_at_first(path: Path) -> bool:
-        if path.suffix != ".jsonl":
-            return exists(path)
-        if is_broken[0]:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        is_broken[0] = True  # the next call fails again
-        found.append(path.name)
-        return exists(path)
-
-    def repair(stop: StopSignal, seconds: float) -> None:
-        is_broken[0] = False
-
-    monkeypatch.setattr(Path, "exists", fails_at_first)
-    monkeypatch.setattr(StopSignal, "pause", repair)
+    found = failing_until_pause(
+        monkeypatch, Path, "exists", errno.EIO, concerns=lambda path: path.suffix == ".jsonl"
+    )
     opened.recover()
-    assert found == [METRICS, EVENTS, EVENTS]
+    assert [path.name for (path,) in found] == [METRICS, EVENTS, EVENTS]
 
 
 def test_evaluation_request_waits_until_its_records_can_be_read(
     opened: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = iter([OSError(errno.EIO, os.strerror(errno.EIO)), True])
-
-    def fails_at_first(run_log: RunLog, step: int) -> object:
-        if isinstance(result := next(results), OSError):
-            raise result
-        return result
-
-    monkeypatch.setattr(RunLog, "has_evaluation", fails_at_first)
-    monkeypatch.setattr(StopSignal, "pause", lambda *_: None)
+    calls = failing_until_pause(monkeypatch, RunLog, "has_evaluation", errno.EIO)
     opened.evaluations.request(1)
-    assert not list(results)
+    assert len(calls) == 1
 
 
 def test_checkpoints_that_cannot_be_listed_do_not_end_the_run(
     opened: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened.recover()
-
-    def fails(folder: Path) -> dict[int, Path]:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    monkeypatch.setattr(atomic_files, "steps_in", fails)
+    monkeypatch.setattr(atomic_files, "steps_in", failing(errno.ESTALE))
     opened.checkpoints.try_write()
     event = read_rows(opened.session.folder / EVENTS)[-1]
     assert event["event"] == "checkpoint_failed" and "Stale file handle" in str(event["reason"])
@@ -509,8 +458,7 @@ def test_lost_and_duplicate_groups_are_counted_after_a_restart(opened: Trainer) 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_id"'])
 def test_unreadable_identity_does_not_start_a_new_run(settings: list[str], text: str) -> None:
     config = config_of(*settings)
-    with ExitStack() as stack:
-        Trainer(config, stack)
+    start_and_end(config)
     (config.run_folder / IDENTITY).write_text(text)
     with pytest.raises(JournalError, match=r"RUN\.json cannot be read .*put a copy back"):
         trainer.run(config)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
+from faults import failing, on_pause
 from sample_data import INCARNATION
 from trainer_sessions import Continued, Session
 
@@ -112,17 +112,15 @@ def test_end_of_a_run_waits_for_its_disk(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = complete(stack, tmp_path)
-    replace_file, num_calls = report.replace_file, [0]
+    monkeypatch.setattr(report, "replace_file", failing(errno.ENOSPC))
+    pauses = list[bool]()
 
-    def replace_or_fail(*arguments: Any, **options: Any) -> None:
-        num_calls[0] += 1
-        if num_calls[0] == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace_file(*arguments, **options)
+    def make_room() -> None:
+        pauses.append(True)
+        monkeypatch.undo()
 
-    monkeypatch.setattr(report, "replace_file", replace_or_fail)
-    monkeypatch.setattr(StopSignal, "pause", lambda stop, seconds: None)
-    assert summary_of(trainer) and num_calls[0] > 1
+    on_pause(monkeypatch, make_room)
+    assert summary_of(trainer) and pauses == [True]
 
 
 def last_step_in_an_outage(stack: ExitStack, folder: Path) -> tuple[Trainer, Callable[[], object]]:
@@ -169,12 +167,9 @@ def test_complete_run_waits_until_its_last_version_is_published(
 def test_stop_in_an_outage_at_the_end_lets_the_next_start_publish(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def request_stop(stop: StopSignal, seconds: float) -> None:
-        stop.requested = True
-
     with ExitStack() as opened, monkeypatch.context() as patched:
         trainer, end_outage = last_step_in_an_outage(opened, tmp_path)
-        patched.setattr(StopSignal, "pause", request_stop)
+        on_pause(patched, lambda: setattr(trainer.session.stop, "requested", True))
         trainer.finish()
         assert not trainer.session.announcer.announcement.done
         assert events_of(trainer)[-1] == "stop"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import failing, on_pause
 from sample_data import group_of
 from trainer_sessions import Continued, Session, groups_for, states_of
 
@@ -24,7 +25,6 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import HEADER
 from peralta_zmq.trainer.policy import PolicyPublisher
-from peralta_zmq.trainer.session import StopSignal
 from peralta_zmq.trainer.trainer import Trainer
 from peralta_zmq.weights.version import Version
 
@@ -233,42 +233,22 @@ def test_step_of_which_all_groups_are_refused_is_skipped(
     assert [line.endswith("  as published") for line in lines] == [True, False, True, True]
 
 
-def test_journaled_group_with_another_number_of_rollouts_is_refused(
-    continued: Continued, capsys: pytest.CaptureFixture[str]
-) -> None:
-    evaluation = ("--eval.rollouts-per-example=8",)  # allows 5 rollouts in evaluation groups only
-    with continued.session(*evaluation, max_steps=2, until=1) as trainer:
-        other = group_of([1, 0, 0, 0, 0], generator_id="eve", run_id=trainer.session.run_id)
-        journaled_by(trainer, 2, other)
-    with continued.session(*evaluation, max_steps=2) as trainer:
-        assert not trainer.collector.batch and trainer.collector.accounting()["invalid"] == 1
-        continued.feed(trainer, groups_for(trainer), until=2)
-    assert continued.replay(capsys) == ["as published"] * 2
-    # The limits are those of the run, not of the settings to try.
-    replay.main([str(continued.folder), "--sampling.num-generations=2", "--train.batch-size=8",
-                 "--eval.rollouts-per-example=1"])  # fmt: skip
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
 def test_continued_run_waits_for_room_for_a_checkpoint(
     continued: Continued, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
     continued.train(max_steps=4, until=3)
     resolved = continued.folder / RESOLVED
     before = resolved.read_bytes()
     with ExitStack() as stack, monkeypatch.context() as patched:
         trainer = continued.open(stack, max_steps=8)
 
-        def make_room(stop: StopSignal, seconds: float) -> None:
+        def make_room() -> None:
             assert resolved.read_bytes() == before
             patched.undo()
 
-        patched.setattr(atomic_files, "write_folder", full)
-        patched.setattr(StopSignal, "pause", make_room)
+        patched.setattr(atomic_files, "write_folder", failing(errno.ENOSPC))
+        on_pause(patched, make_room)
         trainer.recover()
     assert resolved.read_bytes() != before
     assert (continued.folder / "checkpoints" / "step_000003").exists()
-    assert "full; make room for it. Waiting" in capsys.readouterr().out
+    assert "No space left on device; make room for it. Waiting" in capsys.readouterr().out

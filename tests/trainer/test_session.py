@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import failing, on_pause, start_and_end
 from trainer_sessions import Session
 
 from peralta_zmq.config import Config, load_config
@@ -38,20 +39,14 @@ def config_in(folder: Path, *settings: str) -> Config:
 
 
 def full_disk(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
-    def fails(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     fsync = os.fsync
-    patched.setattr(os, "fsync", fails)
+    patched.setattr(os, "fsync", failing(errno.ENOSPC))
     return lambda: patched.setattr(os, "fsync", fsync)
 
 
 def failing_rename(config: Config, patched: pytest.MonkeyPatch) -> Callable[[], None]:
-    def fails(source: Any, target: Any) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
     rename = os.rename
-    patched.setattr(os, "rename", fails)
+    patched.setattr(os, "rename", failing(errno.ESTALE))
     return lambda: patched.setattr(os, "rename", rename)
 
 
@@ -93,15 +88,9 @@ def test_existing_run_waits_for_the_end_of_an_outage(
 ) -> None:
     more = ("--weights.dir", str(tmp_path / weights)) if weights else ()
     config = config_in(tmp_path, *more)
-    with ExitStack() as stack:
-        run_id = Trainer(config, stack).session.run_id
+    run_id = start_and_end(config)
     begin, message = OUTAGES[outage]
-    end = begin(config, monkeypatch)
-
-    def pause(stop: StopSignal, seconds: float) -> None:
-        end()
-
-    monkeypatch.setattr(StopSignal, "pause", pause)
+    on_pause(monkeypatch, begin(config, monkeypatch))
     with ExitStack() as stack:
         again = Trainer(config, stack)
         assert again.session.run_id == again.publishing.store.run_id == run_id
@@ -115,13 +104,12 @@ def test_folder_in_place_of_a_file_ends_the_start_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     config = config_in(tmp_path)
-    with ExitStack() as stack:
-        Trainer(config, stack)
+    start_and_end(config)
     (config.run_folder / name).unlink()
     (config.run_folder / name).mkdir()
     monkeypatch.delattr(StopSignal, "pause")
-    with ExitStack() as stack, pytest.raises(ConfigError, match=f"{name} .* directory; .* move it"):
-        Trainer(config, stack)
+    with pytest.raises(ConfigError, match=f"{name} .* directory; .* move it"):
+        start_and_end(config)
 
 
 @pytest.mark.parametrize(
@@ -170,20 +158,19 @@ def test_run_folder_that_is_unmounted_during_a_start_is_waited_for(
 ) -> None:
     config, away = config_in(tmp_path), tmp_path / "away"
     folder, open_store = config.run_folder, policy.open_store
-    with ExitStack() as stack:
-        run_id = Trainer(config, stack).session.run_id
+    run_id = start_and_end(config)
 
     def unmount(config: Config) -> WeightStore:
         folder.rename(away)
         folder.mkdir()
         return open_store(config)
 
-    def mount(stop: StopSignal, seconds: float) -> None:
+    def mount() -> None:
         folder.rmdir()  # raises an error if the trainer has written into it
         away.rename(folder)
 
     monkeypatch.setattr(policy, "open_store", unmount)
-    monkeypatch.setattr(StopSignal, "pause", mount)
+    on_pause(monkeypatch, mount)
     with ExitStack() as stack:
         again = Trainer(config, stack)
         assert again.session.run_id == again.publishing.store.run_id == run_id
@@ -200,18 +187,12 @@ def test_existing_run_waits_for_its_unmounted_key_folder(
     keys, away = tmp_path / "keys", tmp_path / "away"
     make_keys(keys, TRAINER)
     config = config_in(tmp_path, "--security.keys", str(keys))
-    with ExitStack() as stack:
-        run_id = Trainer(config, stack).session.run_id
+    run_id = start_and_end(config)
     keys.rename(away)
     if has_mount_point:
         keys.mkdir()
-
-    def mount(stop: StopSignal, seconds: float) -> None:
-        away.rename(keys)  # replaces an empty folder
-
-    monkeypatch.setattr(StopSignal, "pause", mount)
-    with ExitStack() as stack:
-        assert Trainer(config, stack).session.run_id == run_id
+    on_pause(monkeypatch, lambda: away.rename(keys))  # replaces an empty folder
+    assert start_and_end(config) == run_id
     waiting, over = (row.getMessage() for row in caplog.records if row.module == "session")
     reason = r"key .*secret is missing; mount" if has_mount_point else "key folder .* cannot be"
     assert re.match(reason, waiting) and over.startswith("the outage is over after")
@@ -246,17 +227,16 @@ def test_second_trainer_of_a_cluster_waits_until_the_first_has_ended(
     addresses = tmp_path / "addresses"
     config = config_in(tmp_path, "--wire.address-dir", str(addresses), "--wire.host", "node1")
     port = config.wire.port
-    with ExitStack() as stack:
-        run_id = Trainer(config, stack).session.run_id
+    run_id = start_and_end(config)
     AddressFile(addresses, "node1", 1, run_id).write()
     first = lock(config.run_folder)
     seen = list[tuple[str, str] | None]()
 
-    def pause(stop: StopSignal, seconds: float) -> None:
+    def end_the_first() -> None:
         seen.append(read_address(addresses))
         first.close()
 
-    monkeypatch.setattr(StopSignal, "pause", pause)
+    on_pause(monkeypatch, end_the_first)
     with ExitStack() as stack, socket.create_server(("127.0.0.1", port + 1)):
         Trainer(config, stack)
         assert read_address(addresses) == (f"tcp://node1:{port + 4}", run_id)
@@ -272,11 +252,11 @@ def test_second_trainer_of_a_new_run_waits_and_continues_it(
     config.run_folder.mkdir(parents=True)
     first = lock(config.run_folder)  # before it writes RUN.json
 
-    def pause(stop: StopSignal, seconds: float) -> None:
+    def end_the_first() -> None:
         write_identity(config.run_folder, run_id="demo-1", weights=None)
         first.close()
 
-    monkeypatch.setattr(StopSignal, "pause", pause)
+    on_pause(monkeypatch, end_the_first)
     with ExitStack() as stack:
         trainer = Trainer(config, stack)
         assert trainer.session.run_id == trainer.session.announcer.announcement.run_id == "demo-1"

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from real_programs import REPO, RealRun, ended_within, until
+from real_programs import RealRun, ended_within, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
@@ -18,10 +18,10 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RealRun]:
-    settings = ("@", str(REPO / "configs" / "demo.toml"), "--train.max-steps", "12")
-    with closing(RealRun(tmp_path, *settings, launchers={"trainer": TORCHRUN})) as started:
-        yield started
-        for program in started.started:  # a killed torchrun would leave its ranks running
+    launchers = {"trainer": TORCHRUN}
+    with closing(RealRun(tmp_path, "--train.max-steps", "12", launchers=launchers)) as opened:
+        yield opened
+        for program in opened.started:  # a killed torchrun would leave its ranks running
             program.signal(signal.SIGCONT)
             program.signal(signal.SIGTERM)
             ended_within(program, 40)
