@@ -193,7 +193,6 @@ class Ledger:
         return ledger
 
     def _pop_above(self, sender: str) -> set[int]:
-        """Remove and return the sender's settled group numbers above a gap."""
         above = self._above.pop(sender, set())
         self._num_above -= len(above)
         return above

@@ -254,7 +254,6 @@ def _scaled(deviations: Sequence[float], divisor: float) -> list[float]:
 
 
 def _token_mean(values: Sequence[float], lengths: Sequence[int]) -> float:
-    """Mean of the values, each weighted by its length in tokens."""
     weighted = (value * length for value, length in zip(values, lengths, strict=True))
     return math.fsum(weighted) / sum(lengths)
 

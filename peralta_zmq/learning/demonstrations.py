@@ -103,7 +103,6 @@ def demonstration(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> R
 
 
 def _group(number: int, rollout: Rollout) -> RolloutGroup:
-    """A demonstration as `pack_groups` takes it."""
     return RolloutGroup(
         run_id="", generator_id="sft", incarnation=bytes(8), group_number=number, problem_id="",
         task="", policy_step=0, weights_id="", rollouts=(rollout,),

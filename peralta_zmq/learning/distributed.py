@@ -179,7 +179,6 @@ SINGLE = SingleRank()
 
 @contextmanager
 def _rank_errors() -> Generator[None]:
-    """Turn an error of torch.distributed into RankError."""
     try:
         yield
     except RuntimeError as error:
@@ -225,5 +224,4 @@ def shard_tensor(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each rank has only a shard of the tensor."""
     return hasattr(tensor, "full_tensor")

@@ -87,8 +87,6 @@ class LearnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a training step on `groups`."""
-
     groups: Sequence[RolloutGroup]
     metrics: dict[str, float]
     skip_reason: str = ""  # empty if the step was not skipped
@@ -285,7 +283,6 @@ class Learner:
         return StepResult(current.groups, metrics, skip_reason, mismatch, excluded, means)
 
     def _pack(self, groups: Sequence[RolloutGroup]) -> None:
-        """Filter and pack the next groups of the step."""
         if not groups:
             return
         settings = self._settings
@@ -336,7 +333,6 @@ class Learner:
         return [list(islice(remaining, len(each))) for each in mini_batches], metrics
 
     def _with_reference_logprobs(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Set the logprobs of the reference model and the teacher, if the loss uses them."""
         if self._reference is not None:
             batches = with_logprobs("ref_logprobs", batches, self._reference)
         if self._teacher is not None:
@@ -344,7 +340,6 @@ class Learner:
         return batches
 
     def _count_skipped(self, skip_reason: str, *, is_repeated: bool) -> None:
-        """Count the step if it was skipped; raises TrainingError as `finish_step` does."""
         self._num_skipped += bool(skip_reason)
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skip_reason else 0
         max_skipped = self._settings.max_skipped
@@ -404,7 +399,6 @@ class Learner:
         self.step = step
 
     def _live_tensors(self) -> dict[str, Tensor]:
-        """Weights of the policy and the reference by their path in a checkpoint."""
         reference = {} if self._reference is None else self._reference.state()
         remainders = {} if self._masters is None else self._masters.remainders
         return {
@@ -414,7 +408,6 @@ class Learner:
         }
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for the tensors of another model, optimizer or demonstrations."""
         if self._demonstrations is not None:
             self._demonstrations.check_state(tensors)
         names = {path.removeprefix("model/") for path in tensors if path.startswith("model/")}

@@ -72,11 +72,9 @@ class LossResult:
 
     @property
     def is_finite(self) -> bool:
-        """True if the value and all gradients are finite."""
         return bool(torch.stack([t.isfinite().all() for t in (self.value, *self.gradients)]).all())
 
     def backward(self) -> None:
-        """Accumulate the gradients of the policy's parameters."""
         torch.autograd.backward(self.inputs, self.gradients)
 
 

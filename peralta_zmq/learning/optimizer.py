@@ -101,7 +101,6 @@ class AdamWBf16(torch.optim.Optimizer):
     def _update(
         self, parameter: torch.nn.Parameter, gradient: Tensor, group: Mapping[str, Any]
     ) -> None:
-        """One AdamW step of a parameter; the moments are converted to fp32 and back."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
@@ -162,7 +161,6 @@ def _parts(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def set_options(optimizer: torch.optim.Optimizer, **options: Any) -> None:
-    """Set options such as `lr`, `betas` or `weight_decay` for all following steps."""
     for group in optimizer.param_groups:
         group.update(options)
 

@@ -23,8 +23,6 @@ from peralta_zmq.rollout import Int32Array, Int64Array, PrefixTree, Rollout, Rol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Settings of the packing."""
-
     max_tokens: int  # tokens of a micro-batch; of a longer rollout, the beginning is packed
     share_prompts: bool = True
     """False for a model that cannot compute a shared prefix once: each rollout is then a sample of
@@ -220,7 +218,6 @@ def assign_to_bins(
 
 
 def _truncated(rollout: Rollout, length: int) -> Rollout:
-    """The first `length` tokens of a rollout."""
     names = ("token_ids", "loss_mask", "logprobs", "policy_steps")
     return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names})
 

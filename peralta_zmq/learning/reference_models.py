@@ -74,7 +74,6 @@ class PolicyCopy:
 
     @torch.no_grad()
     def sync(self, step: int) -> None:
-        """Copy the policy if `step` is a multiple of sync_steps."""
         if self._sync_steps and step % self._sync_steps == 0:
             for name, parameter in self._parameters.items():
                 self._copy[name].copy_(parameter)
@@ -85,7 +84,6 @@ class PolicyCopy:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange the values of the policy and of the copy."""
         for name, parameter in self._parameters.items():
             previous = parameter.detach().clone()
             parameter.copy_(self._copy[name])

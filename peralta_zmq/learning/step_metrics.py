@@ -123,7 +123,6 @@ class MismatchStatistics:
         self._initial: dict[str, float] = {}  # sender -> mean of its first step
 
     def record(self, by_sender: Mapping[str, Mismatch]) -> None:
-        """Add the mismatch of each sender in one step."""
         for sender, mismatch in by_sender.items():
             steps = self._steps.pop(sender, deque[Mismatch](maxlen=self.window))
             steps.append(mismatch)

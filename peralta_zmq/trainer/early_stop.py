@@ -41,6 +41,5 @@ class EarlyStop:
                 )
 
     def raise_if_reached(self) -> None:
-        """Raise TrainingError if a limit has ended the session."""
         if self.reason:
             raise TrainingError(self.reason)

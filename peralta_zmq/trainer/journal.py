@@ -255,8 +255,6 @@ def decode_update(content: bytes) -> UpdateSettings:
 
 
 class StepRecords(NamedTuple):
-    """Decoded records of a step."""
-
     entries: list[RolloutGroup | DroppedGroup | int]
     """In their order; a number is the first sample index that is not granted."""
     num_refused: int  # groups above the limits, which are decoded as dropped ones

@@ -181,7 +181,6 @@ class PolicyPublisher:
         return self._publisher.publish(step, lora.published_weights(self._model), keyframe=keyframe)
 
     def announce(self, version: Version) -> None:
-        """Announce to the generators that a version is readable."""
         self._session.announcer.publish(version=version.number, weights_id=version.weights_id)
 
     def metrics(self) -> dict[str, float]:

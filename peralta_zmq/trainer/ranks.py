@@ -84,7 +84,6 @@ def check_supports_ranks(config: Config, device: torch.device) -> None:
 
 
 def shutdown(ranks: Ranks) -> None:
-    """End the followers, if there are any."""
     if isinstance(ranks, DistributedRanks):
         ranks.send_command({"do": "end"})
         ranks.close()

@@ -57,7 +57,6 @@ class Recovery:
     # 1. Restore the newest checkpoint.
 
     def restore_checkpoint(self) -> None:
-        """Restore learner and collector from the newest checkpoint, if there is one."""
         folder = self.session.folder
         remedy = "choose another --run.name, or the model and optimizer it was made with"
 

@@ -24,8 +24,6 @@ MAX_SAMPLES_AHEAD = 1 << 20  # a larger jump of the sample index is invalid and 
 
 
 class SampleRanges:
-    """The sample ranges that the trainer grants."""
-
     def __init__(self) -> None:
         self.next_index = 0  # greater than every sample index that was granted or drawn
 
@@ -48,7 +46,6 @@ class SampleRanges:
         return requesting
 
     def grant(self, senders: Iterable[Sender], num_samples: int) -> None:
-        """Grant the next `num_samples` samples to each sender."""
         for sender in senders:
             sender.sample_range = range(self.next_index, self.next_index + num_samples)
             self.next_index += num_samples

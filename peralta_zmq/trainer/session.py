@@ -102,7 +102,6 @@ class ProgressAnnouncer:
         self._lock = threading.Lock()
 
     def publish(self, **fields: Any) -> None:
-        """Change these fields of the announcement and publish it."""
         with self._lock:
             self.announcement = replace(self.announcement, **fields)
             self._publisher.publish(self.announcement)
@@ -156,8 +155,6 @@ def wait_out(
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The run that a session starts or continues."""
-
     run_id: str
     is_new: bool  # `run_id` is not from RUN.json
     previous_config: Config  # settings of the last session of the run; of a new run, its own

@@ -59,7 +59,6 @@ def start_lines(
 
 
 def _task_text(env: EnvSection, train: Environments) -> str:
-    """Name of an environment and its reward."""
     reward = ", ".join(env.reward)
     if env.address is not None:
         reward = "of the verifier"

@@ -133,7 +133,6 @@ class Trainer:
         return not (is_complete or self.session.stop.requested or self.early_stop.reason)
 
     def recover(self) -> None:
-        """Continue from the state in the run folder."""
         recovery = Recovery(
             self.session,
             self._previous_config,
