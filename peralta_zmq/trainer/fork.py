@@ -27,7 +27,7 @@ from peralta_zmq.trainer.session import StopSignal, known_run_id, wait_out
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import FileTensors
-from peralta_zmq.weights.version import WEIGHTS_FILE, Version
+from peralta_zmq.weights.version import WEIGHTS_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,16 @@ def _read_published(source: Source, config: Config, policy: Policy) -> Checkpoin
     store = WeightStore.open(source.config.weights.dir or source.folder / "weights")
     versions = {version.step: version for version in store.versions()}  # the newest of each step
     if config.run.from_step is None or config.run.from_step not in versions:
-        raise _no_step_error(source, config.run.from_step, versions)
+        step = config.run.from_step
+        wanted = "a checkpoint"
+        if step is not None:
+            wanted = f"a checkpoint or published weights of step {step}"
+        checkpoints = ", ".join(map(str, atomic_files.steps_in(source.checkpoints))) or "none"
+        published_steps = ", ".join(map(str, sorted(versions))) or "none"
+        raise ConfigError(
+            f"run.fork {source.name} does not have {wanted}; set run.from_step to one of its "
+            f"checkpoints ({checkpoints:.200}) or published steps ({published_steps:.200})"
+        )
     version = versions[config.run.from_step]
     _check_model(source, config, policy, version.manifest.about)
     with load_version(store, version) as local:
@@ -124,18 +133,6 @@ def _read_published(source: Source, config: Config, policy: Policy) -> Checkpoin
         weights = parameter.detach()
         tensors[f"model/{name}"] = make_masters(name, weights) if make_masters else weights
     return Checkpoint(version.step, tensors, {})
-
-
-def _no_step_error(
-    source: Source, step: int | None, versions: Mapping[int, Version]
-) -> ConfigError:
-    wanted = "a checkpoint" if step is None else f"a checkpoint or published weights of step {step}"
-    checkpoints = ", ".join(map(str, atomic_files.steps_in(source.checkpoints))) or "none"
-    published = ", ".join(map(str, sorted(versions))) or "none"
-    return ConfigError(
-        f"run.fork {source.name} does not have {wanted}; set run.from_step to one of its "
-        f"checkpoints ({checkpoints:.200}) or published steps ({published:.200})"
-    )
 
 
 def _check_model(

@@ -132,7 +132,11 @@ class GeneratorRegistry:
             self._report_silent(sender, "announcements", step=step)
         if before and status.rollout_reconnects > before.rollout_reconnects:
             self._report_silent(sender, "rollouts", step=step)
-        self._report_store(sender, before.store_error if before else "", step=step)
+        reason = status.store_error
+        if reason != (before.store_error if before else ""):
+            event = {**sender.event_fields, "reason": reason, "step": step}
+            if self._run_log.event(STORE_ERROR, **event) and reason:
+                self._run_log.note(f"generator {sender.name} cannot read the weights: {reason}")
         # A generator repeats the flag until it has loaded the keyframe: count it only once.
         if status.wants_keyframe and not (before and before.wants_keyframe):
             self._keyframe_requested = True
@@ -239,16 +243,6 @@ class GeneratorRegistry:
                 f"generator {sender.name}: no {connection} for {self.limits.silent_seconds:.0f} s "
                 "while its other connections work; the generator reconnects"
             )
-
-    def _report_store(self, sender: Sender, reason_before: str, *, step: int) -> None:
-        reason = sender.status.store_error if sender.status else ""
-        if reason == reason_before:
-            return
-        if (
-            self._run_log.event(STORE_ERROR, **sender.event_fields, reason=reason, step=step)
-            and reason
-        ):
-            self._run_log.note(f"generator {sender.name} cannot read the weights: {reason}")
 
     @property
     def keyframe_due(self) -> bool:

@@ -131,11 +131,12 @@ def wait_out(
             result = operation()
         except (OutageError, OSError) as error:
             text = str(error)
-            if not isinstance(error, OutageError):
-                name = error.filename or folder
-                text = f"{name} cannot be used: {failure_text(error, folder)}"
+            cause = error.__cause__
+            if isinstance(error, OSError):
+                cause = error
+                text = f"{error.filename or folder} cannot be used: {failure_text(error, folder)}"
             now = time.monotonic()
-            if errors.is_permanent(error.__cause__ if isinstance(error, OutageError) else error):
+            if errors.is_permanent(cause):
                 raise ConfigError(text) from None
             if stop.requested:
                 raise OutageError(text) from None

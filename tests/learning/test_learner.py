@@ -14,14 +14,7 @@ import pytest
 import torch
 from exactness import Float64
 from learners import FOUR, groups_of, identical, learner_with_reference, tokens_of_step, weights
-from sample_data import (
-    constant,
-    packed,
-    siblings,
-    step_gradient,
-    tiny_learner,
-    tiny_model,
-)
+from sample_data import constant, packed, siblings, step_gradient, tiny_learner, tiny_model
 from torch import Tensor
 
 from peralta_zmq.errors import TrainingError

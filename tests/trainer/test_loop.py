@@ -475,9 +475,9 @@ def test_sample_of_a_step_is_a_random_group(stack: ExitStack, tmp_path: Path) ->
         batches.append([group.rewards for group in result.groups])
         return result
 
-    def record_sample(row: Any, samples: Any, values: Any, *, tracked: int) -> bool:
+    def record_sample(row: Any, samples: Any, *, tracked: int) -> bool:
         sampled.append(samples[tracked]["rewards"])
-        return write_step(row, samples, values, tracked=tracked)
+        return write_step(row, samples, tracked=tracked)
 
     session.trainer.finish_step = record
     run_log.step = record_sample
