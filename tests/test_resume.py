@@ -16,13 +16,21 @@ import torch
 from child_processes import exit_code
 from failing_losses import POISON
 from sample_data import group_of
-from trainer_sessions import SETTINGS, STEPS, Continued, Session, groups_for, states_of
+from trainer_sessions import (
+    SETTINGS,
+    STEPS,
+    Continued,
+    Session,
+    groups_for,
+    states_of,
+    weights_of,
+)
 
 from peralta_zmq import atomic_files, models, wire
 from peralta_zmq.compiler import INSTRUCTION_SET
 from peralta_zmq.config import RESOLVED, load_config
 from peralta_zmq.errors import JournalError, TrainingError
-from peralta_zmq.models import layer_ops, lora
+from peralta_zmq.models import layer_ops
 from peralta_zmq.observe.metrics import CONFIG_HISTORY, EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
@@ -153,11 +161,11 @@ def test_steps_before_changed_settings_are_repeated_bit_for_bit(
     continued.train(max_steps=8, until=3)
     assert exit_code(train_changed, continued.folder.parent, plan) == -signal.SIGKILL
     with continued.session(*CHANGES, max_steps=8, until=6) as trainer:
-        expected = replay.weights_sha256(lora.published_weights(trainer.policy.model))
+        expected = weights_of(trainer)
     shutil.rmtree(continued.folder / CHECKPOINTS)  # all steps are repeated
     with continued.session(*CHANGES, max_steps=8) as trainer:
         assert trainer.step == 6
-        repeated = replay.weights_sha256(lora.published_weights(trainer.policy.model))
+        repeated = weights_of(trainer)
         assert repeated == expected
     assert continued.replay(capsys) == ["as published"] * 6
 
@@ -248,7 +256,7 @@ def weights_after(folder: Path, environment: dict[str, str], until: int, digest:
     models.use_threads(1)
     try:
         with Continued(folder).session(max_steps=9, until=until) as trainer:
-            digest.write_text(replay.weights_sha256(lora.published_weights(trainer.policy.model)))
+            digest.write_text(weights_of(trainer))
     except JournalError as error:
         digest.write_text(str(error))
 

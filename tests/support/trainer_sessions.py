@@ -13,6 +13,7 @@ from sample_data import group_of
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
+from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
@@ -83,6 +84,11 @@ class Session:
             "next_sample_index": self.trainer.collector.state()["next_sample_index"],
             "outcomes": dict(self.trainer.collector.admission.ledger.outcomes),
         }
+
+
+def weights_of(trainer: Trainer) -> str:
+    """The digest of the trainer's weights as it publishes them."""
+    return replay.weights_sha256(lora.published_weights(trainer.policy.model))
 
 
 def states_of(folder: Path, num_steps: int, *more: str) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from trainer_sessions import Continued, groups_for
 from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.observe.metrics import METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import BEGUN, GROUP, read_records
 from peralta_zmq.trainer.trainer import Trainer
 
@@ -63,12 +62,6 @@ def kinds_of(continued: Continued, step: int) -> list[int]:
     return [record.kind for record in records]
 
 
-def is_as_published(continued: Continued, capsys: pytest.CaptureFixture[str]) -> list[bool]:
-    capsys.readouterr()
-    replay.main([str(continued.folder)])
-    return [line.endswith("  as published") for line in capsys.readouterr().out.splitlines()]
-
-
 def test_replay_computes_the_micro_batches_of_the_run(
     continued: Continued, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +79,7 @@ def test_replay_computes_the_micro_batches_of_the_run(
         kinds = kinds_of(continued, step)
         assert kinds.count(GROUP) == GROUPS_PER_STEP
         assert kinds[-2:] == [GROUP, BEGUN]  # the group completes the batch
-    assert is_as_published(continued, capsys) == [True] * STEPS
+    assert continued.replay(capsys) == ["as published"] * STEPS
 
 
 @pytest.mark.parametrize(
@@ -119,7 +112,7 @@ def test_sessions_that_end_within_a_step_continue_as_the_journal_says(
             generator.advance(trainer, monkeypatch)
         outcomes = trainer.collector.admission.ledger.outcomes
     assert outcomes["trained"] + outcomes["no_signal"] == STEPS * GROUPS_PER_STEP
-    assert is_as_published(continued, capsys) == [True] * STEPS
+    assert continued.replay(capsys) == ["as published"] * STEPS
 
 
 def test_dropped_groups_of_a_step_change_no_micro_batch(
@@ -135,4 +128,4 @@ def test_dropped_groups_of_a_step_change_no_micro_batch(
         generator.advance(trainer, monkeypatch)
         admission = trainer.collector.admission
         assert (admission.ledger.outcomes["abandoned"], admission.duplicates) == (1, 1)
-    assert is_as_published(continued, capsys) == [True]
+    assert continued.replay(capsys) == ["as published"]

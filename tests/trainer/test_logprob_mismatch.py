@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from sample_data import group_of, token_logprobs
-from trainer_sessions import ONE_THREAD
+from trainer_sessions import ONE_THREAD, weights_of
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
@@ -141,13 +140,13 @@ def test_groups_left_out_are_left_out_again_after_a_restart(
     settings = ("--loss.name=dppo", "--train.learning-rate=0.001", "--checkpoint.keep-journal")
     with ExitStack() as stack:
         before = trained(stack, tmp_path, *settings, skew=5000.0)
-        weights = replay.weights_sha256(lora.published_weights(before.policy.model))
+        weights = weights_of(before)
     arguments = [*SETTINGS, *settings, "--run.dir", str(tmp_path), f"--wire.port={free_ports()}"]
     with ExitStack() as stack:
         again = Trainer(load_config("bin/trainer", arguments), stack)
         again.recover()
         assert again.policy.learner.step == STEPS
-        assert replay.weights_sha256(lora.published_weights(again.policy.model)) == weights
+        assert weights_of(again) == weights
     groups = [row["groups"] for row in events(tmp_path, "exclude")]
     assert len(groups) == 2 * STEPS and groups[:STEPS] == groups[STEPS:]
     capsys.readouterr()

@@ -13,13 +13,12 @@ import pytest
 import torch
 from faults import failing, on_pause
 from sample_data import group_of
-from trainer_sessions import Continued, Session, groups_for, states_of
+from trainer_sessions import Continued, Session, groups_for, states_of, weights_of
 
 from peralta_zmq import atomic_files, wire
 from peralta_zmq.config import RESOLVED, load_config
 from peralta_zmq.errors import JournalError
 from peralta_zmq.learning.learner import StepResult
-from peralta_zmq.models import lora
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
@@ -176,10 +175,6 @@ def test_run_with_publish_interval_continues_after_a_kill_between_two_versions(
     assert accounting["trained"] + accounting["no_signal"] == 16  # 8 steps of 2 groups
     assert accounting["lost"] == accounting["stale"] == 0
     assert replay.main([str(continued.folder)]) == 0  # all versions are as published
-
-
-def weights_of(trainer: Trainer) -> str:
-    return replay.weights_sha256(lora.published_weights(trainer.policy.model))
 
 
 def test_stop_during_a_replay_changes_no_published_step(
