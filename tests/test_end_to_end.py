@@ -70,7 +70,7 @@ def test_complete_run_writes_metrics_summary_and_usable_weights(
     assert "; same versions as the trainer" in trainer.printed
     known = {key for row in run.rows for key in row}
     assert all(map(documented_name, known))
-    name = f"gen/{socket.gethostname()}-0"
+    name = f"gen/{socket.gethostname()}"
     assert known >= {f"{name}/{kind}" for kind in GENERATOR_KEYS} | {"weights/bytes"}
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary.keys() == SUMMARY_KEYS
