@@ -430,11 +430,6 @@ class HeldRanges:
         self._ranges: deque[range] = deque()  # without the drawn samples
 
     @property
-    def num_left(self) -> int:
-        """Number of granted samples that are not drawn."""
-        return sum(map(len, self._ranges))
-
-    @property
     def needs_range(self) -> bool:
         """Whether no range follows the one in use. The trainer takes up to a step to grant it."""
         return len(self._ranges) < 2
