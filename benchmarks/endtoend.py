@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from benchmarks.harness import REPO, Claim, compared, progress_of, spread
 from benchmarks.measured_command import MeasuredCommand
 from benchmarks.peers import environment
 from benchmarks.peers.task import Task
+from peralta_zmq.observe.dashboard.run_files import Tail
+from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from tools.link_proxy import free_ports
 
 BATCH = 128  # rollouts per step, where a row does not give the number
@@ -68,7 +71,6 @@ def run(*, quick: bool) -> Iterable[Claim]:
 
 
 def peers() -> dict[str, str]:
-    """Versions of the peers' packages."""
     return environment.versions()
 
 
@@ -105,7 +107,6 @@ def our_command(folder: str) -> list[str]:
 
 
 def peer_command(name: str, interpreter: Path, folder: str) -> list[str]:
-    """A peer with the same task."""
     task = Task(model=str(BASE), folder=folder, batch_size=BATCH)
     return [str(interpreter), "-m", MODULES[name], task.to_json()]
 
@@ -136,7 +137,6 @@ def read_until(
 
 
 def peer_rows(child: MeasuredCommand) -> Iterator[Row | None]:
-    """Rows that a peer prints."""
     partial = ""
     while True:
         new = child.read_output()
@@ -154,55 +154,34 @@ def our_rows(folder: Path, child: MeasuredCommand) -> Iterator[Row | None]:
     The generator has loaded the weights when the trainer receives its first status, which requests
     problems to sample.
     """
-    events, metrics = (
-        GrowingFile(folder / "ours" / f"{name}.jsonl") for name in ("events", "metrics")
-    )
+    events = Tail(folder / "ours" / EVENTS, sys.maxsize)
+    metrics = Tail(folder / "ours" / METRICS, sys.maxsize)
     has_started = False
     while child.process.poll() is None:
         child.read_output()  # so that its pipe never fills up
-        for event in [] if has_started else events.new_rows():
+        for event in [] if has_started else events.read():
             if event.get("event") == "join":
                 has_started = True
                 yield {"time": event["time"]}
                 break
-        yield from metrics.new_rows()
+        yield from metrics.read()
         time.sleep(0.02)
         yield None
-    yield from metrics.new_rows()
-
-
-class GrowingFile:
-    """A file of JSON lines that is being written; it may not exist yet."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._read = file, 0  # bytes
-
-    def new_rows(self) -> list[Row]:
-        """The complete lines since the last call."""
-        try:
-            with self._file.open("rb") as file:
-                file.seek(self._read)
-                complete, newline, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return []
-        self._read += len(complete) + len(newline)
-        return [json.loads(line) for line in complete.splitlines()]
+    yield from metrics.read()
 
 
 def mean_update_bytes(folder: Path) -> float:
     """Mean size of the published versions after the first, keyframes included."""
-    events = GrowingFile(folder / "ours" / "events.jsonl").new_rows()
+    events = read_rows(folder / "ours" / EVENTS)
     sizes = [cast(float, event["bytes"]) for event in events if event.get("event") == "publish"]
     return statistics.fmean(sizes[1:])
 
 
 def has_reached_goal(rows: Sequence[Row]) -> bool:
-    """Whether some five consecutive steps have the mean reward of the goal."""
     return steps_to_goal(rows) is not None
 
 
 def has_some_steps(rows: Sequence[Row]) -> bool:
-    """Whether there are enough steps for `--quick`."""
     return len(rows) >= QUICK_STEPS
 
 

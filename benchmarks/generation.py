@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import shutil
 import statistics
 import subprocess
 import time
@@ -22,7 +21,7 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,6 +39,7 @@ from benchmarks.harness import (
 )
 from benchmarks.limits import bandwidth_meter, flops
 from benchmarks.peers import environment
+from benchmarks.training import QUICK_SHAPE, SHAPE
 from peralta_zmq import models
 from peralta_zmq.engines.hf_engine import hf_engine
 from peralta_zmq.engines.native.decoder import Decoder
@@ -56,23 +56,11 @@ from tools.base_model import new_model
 SLOTS = 32
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
 LENGTHS = (8, NUM_NEW)  # of the variant with varying lengths, uniform
-NUM_NEW_MLX = 8
 NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; 11 of its steps are timed
-SHAPE: dict[str, Any] = {
-    "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 512,
-    "tie_word_embeddings": True, "eos_token_id": None, "bos_token_id": None,
-}  # fmt: skip
-QUICK_SHAPE = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536,
-               "vocab_size": 32000}  # fmt: skip
 # The sampling of the original program.
 SAMPLING = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)
-TINY_GROUPS, TINY_SIBLINGS = 24, 8
 MAX_STALL = 0.1  # seconds that newer weights may stop the decode loop, beyond the copy itself
 CPU = torch.device("cpu")
-# Shares of one bound: by number of prompts, the claim and the field of Bound.
-OLD_SHARES = {1: ("bandwidth", "memory"), 8: ("flop", "products")}
 REQUIRED = {
     "native_8x4_vs_original": 30.0, "native_varied_vs_original_varied": 40.0,
     "native_tiny_vs_hf_batched": 4.0, "native_8x4_vs_vllm": 2.0,
@@ -81,7 +69,6 @@ REQUIRED = {
 
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
-    """Measure all claims of this bench."""
     models.keep_memory()
     models.use_threads()
     setting = Setting(QUICK_SHAPE if quick else SHAPE, device)
@@ -91,13 +78,12 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
     completed(setting.native, requests(1, 4))
     yield from against_peers(interleaved(variants(setting), repeats=1 if quick else 3))
     if device == CPU and not quick:
-        yield from against_vllm(setting)
-        yield against_mlx(setting)
+        yield against_vllm(setting)
     elif device != CPU:
-        progress("without vLLM and MLX, which are installed for the CPU only")
+        progress("without vLLM, which is installed for the CPU only")
     rounds = 3 if quick else 7
     yield from against_bounds(setting, rounds)
-    yield from against_copy(setting, rounds)
+    yield against_copy(setting, rounds)
     yield from against_onednn(setting, rounds)
     del setting
     yield tiny(repeats=rounds, device=device)
@@ -134,15 +120,9 @@ class Setting:
         with torch.inference_mode():
             return seconds(lambda: generated(self.hf, num_prompts, num_new))
 
-    def ours(
-        self,
-        num_prompts: int,
-        num_new: int | Sequence[int] = NUM_NEW,
-        *,
-        sampling: Sampling = SAMPLING,
-    ) -> float:
+    def ours(self, num_prompts: int, num_new: int | Sequence[int] = NUM_NEW) -> float:
         """Tokens per second of the native engine, without a prefix cache from earlier calls."""
-        batch = requests(num_prompts, num_new, sampling=sampling)
+        batch = requests(num_prompts, num_new)
         self.rows.invalidate()
         started = time.perf_counter()
         completions = completed(self.native, batch)
@@ -157,18 +137,13 @@ class Setting:
         self._decode(num_prompts, lambda: times.append(time.perf_counter()))
         return statistics.median(after - before for before, after in pairwise(times))
 
-    def stall(self, weights: Mapping[str, torch.Tensor], *, check: bool = False) -> float:
-        """Extra seconds of the decode step before which newer weights are applied.
-
-        With `check` they are checked for non-finite values in the decode loop, too.
-        """
+    def stall(self, weights: Mapping[str, torch.Tensor]) -> float:
+        """Extra seconds of the decode step before which newer weights are applied."""
         times: list[float] = []
 
         def between_steps() -> None:
             times.append(time.perf_counter())
             if len(times) == NUM_STEPS // 2:
-                if check:
-                    check_finite(weights)
                 self.native.apply(WeightUpdate(self.native.step + 1, weights))
 
         self._decode(1, between_steps)
@@ -205,7 +180,6 @@ class Setting:
 def completed(
     engine: Engine, batch: Sequence[Request], between_steps: Callable[[], None] = lambda: None
 ) -> list[Completion]:
-    """Sample completions, each of which takes the next free slot."""
     waiting, completions = deque(batch), list[Completion]()
     while len(completions) < len(batch):
         engine.submit([waiting.popleft() for _ in range(min(engine.num_free(), len(waiting)))])
@@ -221,7 +195,6 @@ def token_logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def endless_model(shape: dict[str, Any]) -> Any:
-    """A random model without an end token."""
     model = cast(Any, new_model(shape, seed=0).eval())
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     return model
@@ -235,18 +208,12 @@ def prompts(count: int, longer: int = 0) -> list[Int32Array]:
     return [np.concatenate([common, suffix]).astype(np.int32) for suffix in suffixes]
 
 
-def requests(
-    num_prompts: int,
-    num_new: int | Sequence[int],
-    longer: int = 0,
-    *,
-    sampling: Sampling = SAMPLING,
-) -> list[Request]:
+def requests(num_prompts: int, num_new: int | Sequence[int], longer: int = 0) -> list[Request]:
     """Four requests per prompt, of one length or with a length each."""
     arrays = [prompt for prompt in prompts(num_prompts, longer) for _ in range(SIBLINGS)]
     lengths = [num_new] * len(arrays) if isinstance(num_new, int) else num_new
     return [
-        Request(index, array, replace(sampling, max_completion_length=length))
+        Request(index, array, replace(SAMPLING, max_completion_length=length))
         for index, (array, length) in enumerate(zip(arrays, lengths, strict=True))
     ]
 
@@ -298,7 +265,6 @@ def variants(setting: Setting) -> dict[str, Callable[[], float]]:
 
 
 def against_peers(rates: dict[str, list[float]]) -> Iterator[Claim]:
-    """Median ratios of measurements of the same round."""
     for name, ours, peer in (
         ("native_1x4_vs_original", "native_1x4", "original"),
         ("native_4x4_vs_original", "native_4x4", "original"),
@@ -309,18 +275,6 @@ def against_peers(rates: dict[str, list[float]]) -> Iterator[Claim]:
         ("native_varied_vs_hf_batched_varied", "native_varied", "hf_varied"),
     ):
         yield compared(name, rates[ours], rates[peer], "tokens/s")
-
-
-class Bound(NamedTuple):
-    """Tokens per second that the machine permits."""
-
-    memory: float  # reading all weights in each step
-    products: float  # multiplying by all weights
-
-    @property
-    def roofline(self) -> float:
-        """The smaller one."""
-        return min(self)
 
 
 class PeerProcess:
@@ -338,12 +292,11 @@ class PeerProcess:
         )  # fmt: skip
         self._read_line()
 
-    def rate(self, num_prompts: int, num_new: int = NUM_NEW, *, sampling: Sampling) -> float:
-        """Tokens per second of `num_prompts` x 4, without a prefix cache from earlier calls."""
+    def rate(self, num_prompts: int, num_new: int = NUM_NEW) -> float:
         job = {
             "prompts": [prompt.tolist() for prompt in prompts(num_prompts)],
-            "completions": SIBLINGS, "tokens": num_new, "temperature": sampling.temperature,
-            "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "completions": SIBLINGS, "tokens": num_new, "temperature": SAMPLING.temperature,
+            "top_p": SAMPLING.top_p, "top_k": SAMPLING.top_k,
         }  # fmt: skip
         assert self._process.stdin
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -351,7 +304,6 @@ class PeerProcess:
         return num_prompts * SIBLINGS * num_new / float(self._read_line())
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()
 
     def _read_line(self) -> str:
@@ -362,51 +314,23 @@ class PeerProcess:
         return line
 
 
-def against_vllm(setting: Setting, repeats: int = 3) -> Iterator[Claim]:
-    """The native engine alternating with vLLM on the CPU, eager and compiled; the better counts.
-
-    Once with the sampling of the other variants and once without truncation by top_k and top_p.
-    """
-    samplings = {"": SAMPLING, "_untruncated": replace(SAMPLING, top_k=0, top_p=1.0)}
-    rates: dict[str, dict[str, list[float]]] = {}
+def against_vllm(setting: Setting, repeats: int = 3) -> Claim:
+    """The native engine alternating with vLLM on the CPU, eager and compiled; the better counts."""
+    rates: list[dict[str, list[float]]] = []
     with TemporaryDirectory() as folder:
         setting.hf.save_pretrained(folder)
         for mode in ("eager", "compiled"):
             interpreter = environment.vllm_python()
             with closing(PeerProcess(interpreter, "vllm_generation", folder, mode)) as vllm:
-                measures: dict[str, Callable[[], float]] = {}
-                for name, sampling in samplings.items():
-                    vllm.rate(8, sampling=sampling)  # warms up
-                    measures[f"ours{name}"] = functools.partial(setting.ours, 8, sampling=sampling)
-                    measures[f"vllm{name}"] = functools.partial(vllm.rate, 8, sampling=sampling)
-                rates[mode] = interleaved(measures, repeats=repeats)
-    for name in samplings:
-        best = max(rates, key=lambda mode: statistics.median(rates[mode][f"vllm{name}"]))
-        ours, peer = (rates[best][f"{side}{name}"] for side in ("ours", "vllm"))
-        yield compared(f"native_8x4{name}_vs_vllm", ours, peer, "tokens/s")
-
-
-def against_mlx(setting: Setting, repeats: int = 3) -> Claim:
-    """The native engine alternating with the engine mlx on the CPU, four rows and few tokens.
-
-    MLX is made for Apple's GPUs; its matrix products on a CPU take minutes for more.
-    """
-    with TemporaryDirectory() as folder:
-        setting.hf.save_pretrained(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(models.EMBEDDED / name, Path(folder, name))
-        with closing(PeerProcess(environment.mlx_python(), "mlx_generation", folder)) as mlx:
-            measures = {
-                "ours": functools.partial(setting.ours, 1, NUM_NEW_MLX),
-                "mlx": functools.partial(mlx.rate, 1, NUM_NEW_MLX, sampling=SAMPLING),
-            }
-            rates = interleaved(measures, repeats=repeats)
-    return compared("native_1x4_short_vs_mlx", rates["ours"], rates["mlx"], "tokens/s")
+                vllm.rate(8)  # warms up
+                measures = {"ours": lambda: setting.ours(8), "vllm": lambda: vllm.rate(8)}
+                rates.append(interleaved(measures, repeats=repeats))
+    best = max(rates, key=lambda rate: statistics.median(rate["vllm"]))
+    return compared("native_8x4_vs_vllm", best["ours"], best["vllm"], "tokens/s")
 
 
 def peers() -> dict[str, str]:
-    """Versions of vLLM and MLX."""
-    return environment.vllm_version() | environment.mlx_version()
+    return environment.vllm_version()
 
 
 def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
@@ -419,33 +343,30 @@ def against_bounds(setting: Setting, rounds: int) -> Iterator[Claim]:
     for num_prompts in (1, 2, 4, 8):
         rows = num_prompts * SIBLINGS
 
-        def bound(rows: int = rows) -> Bound:
+        def bound(rows: int = rows) -> float:
             # Some CPUs multiply float32 faster than bfloat16.
             dtypes = {setting.dtype, torch.float32} if setting.device == CPU else {setting.dtype}
             fastest = max(flops(dtype, setting.device) for dtype in dtypes)
-            return Bound(rows * read() / size, fastest / per_token)
+            return min(rows * read() / size, fastest / per_token)  # reading, multiplying
 
-        rates, bounds = list[float](), list[Bound]()
+        rates: list[float] = []
+        bounds: list[float] = []
         for _ in range(rounds):
             step, limit = with_bound(bound, functools.partial(setting.step, num_prompts))
             rates.append(rows / step)
             bounds.append(limit)
-            progress(f"{rows} rows: {rows / step:.4g} of {limit.roofline:.4g} tokens/s")
-        roofline = [limit.roofline for limit in bounds]
-        yield bounded(f"roofline_share_{rows}_rows", rates, roofline, "tokens/s")
-        if num_prompts not in OLD_SHARES:
-            continue
-        kind, field = OLD_SHARES[num_prompts]
-        limits = [getattr(limit, field) for limit in bounds]
-        yield bounded(f"{kind}_share_{rows}_rows", rates, limits, "tokens/s")
+            progress(f"{rows} rows: {rows / step:.4g} of {limit:.4g} tokens/s")
+        yield bounded(f"roofline_share_{rows}_rows", rates, bounds, "tokens/s")
 
 
-def with_bound(bound: Callable[[], Bound], work: Callable[[], float]) -> tuple[float, Bound]:
-    """The result of `work`, and the mean of the bound before and after it: the bandwidth available
-    on a shared machine changes within minutes.
+def with_bound(bound: Callable[[], float], work: Callable[[], float]) -> tuple[float, float]:
+    """The result of `work`, and the mean of the bound before and after it.
+
+    The bandwidth available on a shared machine changes within minutes.
     """
-    before, step, after = bound(), work(), bound()
-    return step, Bound(*(statistics.fmean(pair) for pair in zip(before, after, strict=True)))
+    before = bound()
+    step = work()
+    return step, statistics.fmean((before, bound()))
 
 
 def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
@@ -473,30 +394,19 @@ def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
         yield compared(name, rates["ours"], rates["oneDNN"], "tokens/s")
 
 
-def against_copy(setting: Setting, rounds: int) -> Iterator[Claim]:
-    """Newer weights between two decode steps, alternating with the copy alone and with a check for
-    non-finite values in the decode loop, as an earlier version did.
-    """
+def against_copy(setting: Setting, rounds: int) -> Claim:
+    """Newer weights between two decode steps, alternating with the copy alone."""
     with TemporaryDirectory(prefix="bench-generation-") as folder:
         save_file(models.weights_of(setting.hf), file := Path(folder) / "model.safetensors")
         weights = FileTensors(file)
         check_finite(weights)  # as the subscriber's thread does; it also reads the pages
-        times = interleaved(
-            {
-                "copy": lambda: setting.copy(weights),
-                "stall": lambda: setting.stall(weights),
-                "stall with check": lambda: setting.stall(weights, check=True),
-            },
-            repeats=rounds,
-        )
-    stalls, copies, checked = times["stall"], times["copy"], times["stall with check"]
-    yield replace(
-        compared("apply_stall", stalls, checked, "s", less_is_better=True),
-        bound=statistics.median(copies),
-        share=statistics.median(b / a for a, b in zip(stalls, copies, strict=True)),
-    )
-    beyond = statistics.median(a - b for a, b in zip(stalls, copies, strict=True))
-    yield Claim(
+        measures = {
+            "copy": lambda: setting.copy(weights), "stall": lambda: setting.stall(weights),
+        }  # fmt: skip
+        times = interleaved(measures, repeats=rounds)
+    pairs = zip(times["stall"], times["copy"], strict=True)
+    beyond = statistics.median(stall - copy for stall, copy in pairs)
+    return Claim(
         "apply_stall_beyond_copy", beyond, "s", bound=MAX_STALL, share=beyond / MAX_STALL, n=rounds
     )
 
@@ -508,9 +418,7 @@ def tiny(*, repeats: int, device: torch.device) -> Claim:
     batch = [
         Request(index, np.array(models.chat_prompt(tokenizer, problem.messages), np.int32))
         for index, problem in enumerate(
-            problem
-            for problem in islice(calculator.problems("train", 0), TINY_GROUPS)
-            for _ in range(TINY_SIBLINGS)
+            problem for problem in islice(calculator.problems("train", 0), 24) for _ in range(8)
         )
     ]
     rates: dict[str, Callable[[], float]] = {}
@@ -525,5 +433,4 @@ def tiny(*, repeats: int, device: torch.device) -> Claim:
 
 
 def rate(engine: Engine, batch: Sequence[Request]) -> float:
-    """Completions per second."""
     return len(batch) / seconds(lambda: completed(engine, batch))

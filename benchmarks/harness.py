@@ -60,7 +60,6 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def synchronize() -> None:
-    """Wait until the GPU, if one is used, is idle."""
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -80,7 +79,6 @@ def interleaved(
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return (max - min) / median."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
@@ -165,7 +163,6 @@ def run_all(names: Sequence[str]) -> int:
 
 
 def measured(name: str, *, quick: bool, device: str) -> dict[str, Any]:
-    """Run one bench; returns its claims with machine and versions."""
     module: Any = importlib.import_module(f"benchmarks.{name}")
     required: dict[str, float] = module.REQUIRED
     if device == "cpu":
@@ -203,7 +200,6 @@ def _find_device(device: str) -> tuple[Any, str]:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Return a report as a table for the terminal."""
     hardware = report["machine"]
     lines = [
         f"{hardware['card'] or hardware['cpu']}, {hardware['cores']} cores, commit "
@@ -234,7 +230,6 @@ def number_cell(value: float | None) -> str:
 
 
 def machine() -> dict[str, object]:
-    """Return processor, usable cores and memory."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

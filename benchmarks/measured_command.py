@@ -75,7 +75,6 @@ class MeasuredCommand:
             time.sleep(0.02)
 
     def members(self) -> list[int]:
-        """Process ids of the command and its descendants, orphans included."""
         return [member for member in _family() if member not in self._earlier]
 
     def read_output(self) -> str:
@@ -98,7 +97,6 @@ def _send(number: int, members: Sequence[int]) -> None:
 
 
 def _family() -> list[int]:
-    """Process ids of all descendants of this process."""
     return [process.pid for process in psutil.Process().children(recursive=True)]
 
 

@@ -60,8 +60,6 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A trainer to measure."""
-
     size: str  # key of SHAPES
     flags: tuple[str, ...] = ()  # settings of the trainer
     lengths: tuple[int, ...] = LENGTHS
@@ -97,8 +95,6 @@ REQUIRED = {f"{name}_memory": 1.0 for name, cell in CELLS.items() if cell.limit}
 
 
 class Usage(NamedTuple):
-    """Memory of a process in bytes."""
-
     private: int  # anonymous, shared and swapped: what the kernel cannot drop
     resident: int  # the peak of all resident pages
 
@@ -153,7 +149,6 @@ def watch(process: subprocess.Popen[str]) -> Usage:
 
 
 def usage(pid: int) -> Usage:
-    """Memory of a process; zeros if it has ended."""
     sizes = dict[str, int]()
     for line in Path(f"/proc/{pid}/status").read_text("ascii").splitlines():
         name, _, value = line.partition(":")
@@ -198,7 +193,6 @@ def take_steps(
 
 
 def needed_bytes(policy: Policy, state: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Bytes of the weights, of the gradients and of the optimizer state."""
     model: Any = policy.model
     tensors = [*model.parameters(), *model.buffers()]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}

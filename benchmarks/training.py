@@ -56,7 +56,6 @@ REQUIRED = {
 
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
-    """Measure and yield the claims."""
     models.use_threads()
     models.keep_memory()
     shape = QUICK_SHAPE if quick else SHAPE
@@ -99,16 +98,13 @@ class Setting:
         self._num_head = embedding
 
     def samples(self, num_groups: int) -> Sequence[PackedSample]:
-        """The packed groups."""
         groups = self._groups[:num_groups]
         return pack_groups(groups, advantages_of(groups, group_mean), PACKING)[0]
 
     def exact(self, num_groups: int) -> None:
-        """Our step in fp32, all groups in one micro-batch."""
         self._ours(num_groups, torch.float32)
 
     def narrow(self, num_groups: int) -> None:
-        """Our step in bf16 over fp32 weights."""
         self._ours(num_groups, torch.bfloat16)
 
     def _ours(self, num_groups: int, dtype: torch.dtype) -> None:
@@ -152,7 +148,6 @@ class Setting:
 
 
 def random_group(seed: int, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> RolloutGroup:
-    """Rollouts of random tokens after one prompt; every second one has reward 1."""
     random = np.random.default_rng(seed)
     prompt = random.integers(3, vocab_size, NUM_PROMPT)
     rollouts = list[Rollout]()

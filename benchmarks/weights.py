@@ -44,7 +44,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def run(*, quick: bool, device: torch.device = CPU) -> Iterable[Claim]:
-    """Publish, fetch and apply updates at each learning rate."""
     models.use_threads()
     model = new_model({**SHAPE, **QUICK} if quick else SHAPE, seed=0).train()
     cast(Any, model).to(device)
@@ -57,7 +56,6 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterable[Claim]:
 
 
 def _stepper(model: models.Model) -> Callable[[float], None]:
-    """A function that takes one AdamW step at a learning rate."""
     named = dict(model.named_parameters())
     optimizer = make_optimizer(named, betas=(0.9, 0.95), weight_decay=0.0)
     random = torch.Generator().manual_seed(1)
@@ -96,7 +94,8 @@ def _measure_all(
         replica.advance(store, _version_of(_report(publisher)))
         decoded = {name: tensor.clone() for name, tensor in replica.tensors().items()}
         served = {name: tensor.to(model.device) for name, tensor in decoded.items()}
-        number, show_progress = 1, progress_of(len(RATES) * num_steps)
+        number = 1
+        show_progress = progress_of(len(RATES) * num_steps)
         for rate in RATES:
             _measure_original(measured, model, root / "peer")
             for _ in range(num_steps):
@@ -105,10 +104,14 @@ def _measure_all(
                 before = {name: tensor.clone() for name, tensor in replica.tensors().items()}
                 stall = publisher.publish(number, models.weights_of(model))
                 report = _report(publisher)
-                _note_report(measured, f"{rate:g}", report, stall)
-                _measure_apply(measured, store, replica, _version_of(report), decoded, served)
+                version = _version_of(report)
+                note(measured, f"bytes {rate:g}", version.size)
+                note(measured, "stall", stall)
+                note(measured, "encode", report.encode_seconds)
+                note(measured, "write", report.write_seconds)
+                _measure_apply(measured, store, replica, version, decoded, served)
                 _check(model, before, served, measured, f"{rate:g}")
-                show_progress(_line(f"{rate:g}", report, stall))
+                show_progress(f"lr {rate:g}: {version.kind} {version.size / 1e6:.2f} MB")
     return measured
 
 
@@ -133,21 +136,6 @@ def _report(publisher: WeightPublisher) -> PublishReport:
 def _version_of(report: PublishReport) -> Version:
     assert report.version is not None, report.reason
     return report.version
-
-
-def _note_report(measured: Measured, rate: str, report: PublishReport, stall: float) -> None:
-    note(measured, f"bytes {rate}", _version_of(report).size)
-    note(measured, "stall", stall)
-    note(measured, "encode", report.encode_seconds)
-    note(measured, "write", report.write_seconds)
-
-
-def _line(rate: str, report: PublishReport, stall: float) -> str:
-    version = _version_of(report)
-    return (
-        f"lr {rate}: {version.kind} {version.size / 1e6:.2f} MB stall {stall:.3f} "
-        f"encode {report.encode_seconds:.2f} write {report.write_seconds:.2f} s"
-    )
 
 
 def _measure_apply(
@@ -199,7 +187,6 @@ def entropy_bits(old: Bits, new: Bits) -> float:
 
 
 def note(measured: Measured, name: str, value: float) -> None:
-    """Append a value to its series."""
     measured.setdefault(name, []).append(value)
 
 

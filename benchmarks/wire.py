@@ -53,7 +53,6 @@ def run(*, quick: bool) -> Iterable[Claim]:
 
 
 def group_of(num_rollouts: int, num_prompt: int, num_generated: int) -> RolloutGroup:
-    """Rollouts of one prompt and one policy step with random tokens."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, VOCAB_SIZE, num_prompt).astype(np.int32)
 
@@ -71,7 +70,6 @@ def group_of(num_rollouts: int, num_prompt: int, num_generated: int) -> RolloutG
 
 
 def _codec(group: RolloutGroup, *, repeats: int) -> Claim:
-    """Microseconds to encode and decode one group."""
     rounds = 5000
 
     def both() -> float:
@@ -115,7 +113,6 @@ def _rates(
 
 @contextmanager
 def _open_keys() -> Generator[Keys, None, None]:
-    """Keys of the trainer and of ann, and an authenticator."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         for name in (TRAINER, "ann"):

@@ -110,7 +110,6 @@ def lessons(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def lesson_texts(seed: int) -> Iterator[str]:
-    """The texts that the vocabulary is made from."""
     pairs = itertools.islice(lessons(seed), 20_000)
     words = ["user", "assistant", "system", *map(str, range(LARGEST_NUMBER + 1))] * 20
     return itertools.chain(*pairs, words)
@@ -224,7 +223,6 @@ def build(
 
 
 def main() -> None:
-    """`python -m tools.base_model [--folder DIR] [--steps N]`."""
     parser = argparse.ArgumentParser(
         description="Train the embedded base model from random weights."
     )

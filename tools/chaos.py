@@ -42,8 +42,6 @@ class Kill:
 
 
 class ChaosMonkey:
-    """Kills workers at planned training steps, then reports."""
-
     def __init__(self, folder: Path, *, max_steps: int, workers: Sequence[str]) -> None:
         self._folder = folder
         self._seed = seed_of(os.environ)
@@ -145,7 +143,6 @@ def _check_reward(history: History) -> Check:
 
 
 def main(config: Config) -> int:
-    """The command line."""
     return run_chaos(config, sys.argv[1:])
 
 

@@ -36,7 +36,6 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def config_text() -> str:
-    """The page in Markdown."""
     parts = [OPENING]
     for name, section in section_models().items():
         parts.append(_section(f"[{name}]", section))

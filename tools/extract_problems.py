@@ -40,8 +40,6 @@ EXAMPLE = {"name": "Bob", "age": 50, "city": "Bonn"}
 
 
 class Row(NamedTuple):
-    """One row of a data file; the field names are the column names."""
-
     prompt: str
     answer: str
 

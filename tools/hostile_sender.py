@@ -70,7 +70,6 @@ def forge(frame: bytes, **columns: bytes) -> bytes:
 
 
 def _with_logprobs(group: RolloutGroup, logprob: float, *, num_tokens: int | None = None) -> bytes:
-    """The group with another logprob of all generated tokens, or of the first `num_tokens`."""
     frame = wire.encode_group(group)
     logprobs = np.frombuffer(msgpack.unpackb(frame)["logprobs"], "<f4").copy()
     logprobs[:num_tokens] = logprob

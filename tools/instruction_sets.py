@@ -41,9 +41,7 @@ class Row(NamedTuple):
 
     torch: str  # value of ATEN_CPU_CAPABILITY
     onednn: str  # value of ONEDNN_MAX_CPU_ISA
-    kernels: (
-        str  # value of PERALTA_KERNELS: of the compiler's -march, or none for torch's operators
-    )
+    kernels: str  # value of PERALTA_KERNELS
     threads: int
     needs: str = ""  # CPU feature without which the row is skipped
     is_quick: bool = False  # also run with --quick
@@ -94,7 +92,6 @@ def main() -> int:
 
 
 def _environment(row: Row) -> dict[str, str]:
-    """The variables of this process, with the limits of a row instead of its own."""
     limits = {
         "ATEN_CPU_CAPABILITY": row.torch,
         "MKL_ENABLE_INSTRUCTIONS": MKL.get(row.torch, ""),

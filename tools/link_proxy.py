@@ -43,11 +43,9 @@ class LinkProxy:
         return int(self._listening[0].getsockname()[1])
 
     def cut(self) -> None:
-        """Stop forwarding."""
         self._is_up.clear()
 
     def restore(self) -> None:
-        """Forward again after `cut`."""
         self._is_up.set()
 
     def reset(self) -> None:
@@ -141,7 +139,6 @@ class LinkProxy:
 
 
 def listening_ports() -> list[socket.socket]:
-    """Listening sockets on a free port and on the three after it."""
     while True:
         first, opened = random.choice(PORTS), list[socket.socket]()
         try:

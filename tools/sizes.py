@@ -55,7 +55,6 @@ def sizes(folder: Path) -> dict[str, float]:
 
 
 def lines_of(folder: Path) -> int:
-    """Number of lines of all Python files in a folder."""
     return sum(file.read_text("utf-8").count("\n") for file in folder.rglob("*.py"))
 
 
@@ -71,7 +70,6 @@ def num_code_lines(text: str) -> int:
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Yield the docstrings of a module, its classes and its functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             match node.body:
@@ -122,7 +120,6 @@ def is_numeric(node: ast.expr) -> bool:
 
 
 def is_parallel(node: ast.AST) -> bool:
-    """True for `a, b = x, y`."""
     match node:
         case ast.Assign(targets=[ast.Tuple(), *_], value=ast.Tuple()):
             return True
@@ -131,7 +128,6 @@ def is_parallel(node: ast.AST) -> bool:
 
 
 def read_budget(file: Path) -> dict[str, float]:
-    """Read the largest permitted sizes by name."""
     return tomllib.loads(file.read_text("utf-8"))
 
 
@@ -145,7 +141,6 @@ def over_budget(found: dict[str, float], budget: dict[str, float]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=REPO)
     parser.add_argument("--check", type=Path, metavar="BUDGET", help="TOML file of largest sizes")

@@ -16,32 +16,25 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TypeAlias
 
 from peralta_zmq.config import load_config
-from peralta_zmq.observe.metrics import METRICS
+from peralta_zmq.observe.metrics import METRICS, number
 from peralta_zmq.operate.local import local_workers
 from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, recorder, supervise
 from peralta_zmq.wire import auth
 from tools import hostile_sender
 from tools.hostile_sender import HostileSender
 from tools.link_proxy import LinkProxy, free_ports
-from tools.promise_checker import check, hostile_groups, unexpected_ends
-from tools.run_history import DEMO_OPTIONS, RECORDING_OPTIONS, last_step, read_history
+from tools.promise_checker import Check, check, hostile_groups, unexpected_ends
+from tools.run_history import DEMO_OPTIONS, RECORDING_OPTIONS, History, last_step, read_history
 from tools.small_disk import SmallDisk
-from tools.soak_report import (
-    FLIP,
-    HOSTILE,
-    OUTAGE,
-    WITH_RESTART,
-    check_faults,
-    figures_of,
-    report,
-)
 
 NUM_GENERATORS = 3
 SESSION_STEPS = 600  # after which the trainer finishes and is started for as many more
@@ -54,6 +47,7 @@ OUTAGE_SECONDS = (5.0, 20.0)  # of a disk: longer than the restart of a worker
 FLIPPED_PORTS = ("rollouts", "announcements", "statuses")  # in the order of the ports
 # Range of the flipped bit; the handshake of a new connection takes the first 900 bytes.
 FLIP_BITS = 8 * 1000
+WITH_RESTART = ", with a restart of the trainer"  # end of the kind of an outage
 Undo: TypeAlias = Callable[[ProcessGroup], "bool | None"]  # False: try again
 SETTINGS = (
     *DEMO_OPTIONS,
@@ -102,11 +96,9 @@ class FaultInjector:
 
     @property
     def is_over(self) -> bool:
-        """True once its time is up."""
         return time.monotonic() > self._deadline
 
     def on_trainer_start(self) -> None:
-        """Remember the start of the trainer, which runs for MIN_TRAINER_SECONDS without a kill."""
         self._trainer_started = time.monotonic()
 
     def on_tick(self, group: ProcessGroup) -> None:
@@ -154,8 +146,8 @@ class FaultInjector:
         """Flip a bit of a port, in every second case of new connections; record it when done."""
         link, port = self._rng.randrange(NUM_GENERATORS), self._rng.randrange(len(FLIPPED_PORTS))
         bit, reconnects = self._rng.randrange(FLIP_BITS), self._rng.random() < 0.5
-        name = f"{FLIP}{link} {port}"
-        kind = f"{FLIP}{FLIPPED_PORTS[port]}, {'with' if self._hostile.keys else 'without'} keys"
+        name = f"flip {link} {port}"
+        kind = f"flip {FLIPPED_PORTS[port]}, {'with' if self._hostile.keys else 'without'} keys"
 
         def end(group: ProcessGroup) -> None:
             if not self._links[link].cancel_flip(port):
@@ -172,9 +164,9 @@ class FaultInjector:
         name = self._rng.choice(list(self._disks))
         disk, outage = self._disks[name], self._rng.choice(self._disks[name].outages)
         kill = self._rng.choice((self._kill_trainer, self._kill_generator, None))
-        if any(kind.startswith(OUTAGE) for _, kind, _ in self._active) or not disk.begin(outage):
+        if any(kind.startswith("disk ") for _, kind, _ in self._active) or not disk.begin(outage):
             return
-        kind = f"{OUTAGE}{name} {outage}{kill(group) if kill else ''}"
+        kind = f"disk {name} {outage}{kill(group) if kill else ''}"
         self._end_later(kind, "trainer", lambda group: disk.end(outage), OUTAGE_SECONDS)
 
     def _stop_generator(self, group: ProcessGroup) -> None:
@@ -187,19 +179,17 @@ class FaultInjector:
         attacks = self._rng.choice((hostile_sender.INVALID, hostile_sender.POISONED))
         attack = self._rng.choice(list(attacks))
         if self._hostile.send(attack):
-            self._record("fault", kind=f"{HOSTILE}{attack}", worker="trainer")
+            self._record("fault", kind=f"hostile {attack}", worker="trainer")
 
     def _end_later(
         self, kind: str, worker: str, undo: Undo, duration: tuple[float, float] = SECONDS
     ) -> None:
-        """Record a fault that lasts for some seconds, in the range of `duration`."""
         seconds = self._rng.uniform(*duration)
         self._active.append((time.monotonic() + seconds, kind, undo))
         self._record("fault", kind=kind, worker=worker, seconds=round(seconds, 1))
 
 
 def soak(folder: Path, *, minutes: float, seed: int, always_keys: bool) -> int:
-    """Run for some minutes with faults, then finish without them; returns an exit code."""
     (folder / "logs").mkdir(parents=True)
     for name in (auth.TRAINER, *NAMES, hostile_sender.NAME):
         auth.make_keys(folder / KEYS, name)
@@ -227,14 +217,14 @@ def soak(folder: Path, *, minutes: float, seed: int, always_keys: bool) -> int:
             if code := supervise(workers, record=record, on_tick=injector.on_tick):
                 return code
         history = read_history(folder, max_steps=target)  # before the disks are unmounted
-    figures = figures_of(history)
     checks = [
         *check(history),
         hostile_groups(history, minutes=minutes),
         unexpected_ends(history),
-        check_faults(figures, minutes=minutes),
+        check_faults(history, minutes=minutes),
     ]
-    sys.stdout.write(f"{report(figures, checks)}\n")
+    lines = [recovery_text(history), *(result.line for result in checks)]
+    sys.stdout.write("\n".join([*lines, ""]))
     return int(any(result.broken for result in checks))
 
 
@@ -262,8 +252,37 @@ def soak_workers(
     return [replace(trainer, log=folder / "logs" / "trainer.log"), *linked]
 
 
+def check_faults(history: History, *, minutes: float) -> Check:
+    """Check that a long soak has made enough kills, and started the trainer during outages."""
+    kills = [row for row in history.events if row.get("event") == "killed"]
+    faults = Counter(str(row.get("kind")) for row in history.events if row.get("event") == "fault")
+    restarts = sum(count for kind, count in faults.items() if kind.endswith(WITH_RESTART))
+    missing: list[str] = []
+    if minutes >= 30 and len(kills) < 200:
+        missing.append("fewer than 200 SIGKILLs")
+    if minutes >= 30 and restarts == 0:
+        missing.append("no start of the trainer during an outage")
+    others = "".join(f"; {count} x {kind}" for kind, count in sorted(faults.items()))
+    return Check("faults", f"{len(kills)} SIGKILLs{others}", tuple(missing))
+
+
+def recovery_text(history: History) -> str:
+    """The times from a SIGKILL of the trainer to its next step, as a line of the report."""
+    steps = sorted(number(row, "time") for row in history.rows)
+    seconds: list[float] = []
+    for row in history.events:
+        if row.get("event") == "killed" and row.get("worker") == "trainer":
+            killed_at = number(row, "time")
+            seconds += [step - killed_at for step in steps if step > killed_at][:1]
+    if not seconds:
+        return "the trainer was not killed"
+    return (
+        f"from a SIGKILL of the trainer to its next step: median {median(seconds):.1f} s, "
+        f"at most {max(seconds):.1f} s"
+    )
+
+
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))

@@ -121,7 +121,6 @@ def transcript_batches(
 
 
 def transcript_texts(tokenizer_seed: int) -> Iterator[str]:
-    """The texts that the vocabulary is made from."""
     numbers = random.Random(tokenizer_seed)
     for _ in range(500):
         for source in (guesses, calculations):
@@ -132,7 +131,6 @@ def transcript_texts(tokenizer_seed: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """`python -m tools.turns_base_model [--folder DIR] [--steps N]`."""
     parser = argparse.ArgumentParser(
         description="Train the embedded base model for several turns from random weights."
     )

@@ -46,23 +46,8 @@ def vllm_python() -> Path:
     return interpreter
 
 
-def mlx_python() -> Path:
-    """The interpreter of `make test-mlx`, in which this package runs with MLX; made if missing.
-
-    Raises CalledProcessError if that fails.
-    """
-    subprocess.run(["make", "--silent", ".venv-mlx/ready"], cwd=REPO, check=True, stdout=sys.stderr)
-    return REPO / ".venv-mlx/bin/python"
-
-
 def vllm_version() -> dict[str, str]:
-    """Version of vLLM."""
     return _versions(vllm_python(), (VLLM,))
-
-
-def mlx_version() -> dict[str, str]:
-    """Versions of MLX and mlx-lm."""
-    return _versions(mlx_python(), ("mlx", "mlx-lm"))
 
 
 def _created(
@@ -86,7 +71,6 @@ def _created(
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages of `python`."""
     return _versions(python(), PACKAGES)
 
 
@@ -101,5 +85,4 @@ def _versions(interpreter: Path, packages: Sequence[str]) -> dict[str, str]:
 
 
 def _site() -> str:
-    """Folder of the packages, relative to the environment."""
     return f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"

@@ -55,7 +55,6 @@ class Generator:
         return [until_end(row, self.ends) for row in full[:, len(prompt) :].tolist()]
 
     def load(self, folder: str) -> None:
-        """Load the model again."""
         self.model = None
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.ends = {self.model.generation_config.eos_token_id}
@@ -73,7 +72,6 @@ class Trainer:
         )
 
     def step(self, step: int, rollouts: list[Rollout]) -> None:
-        """Take one training step."""
         tokens = pad_sequence([token_ids for token_ids, _, _ in rollouts], batch_first=True)
         positions = torch.arange(tokens.shape[1])
         starts = torch.tensor([start for _, start, _ in rollouts])[:, None]
@@ -90,7 +88,6 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def save(self, folder: str) -> None:
-        """Write a checkpoint."""
         self.model.save_pretrained(folder)
 
 
@@ -110,12 +107,10 @@ def until_end(token_ids: list[int], ends: set[int]) -> list[int]:
 
 
 class Batcher:
-    """Threads that sample, score and queue groups."""
-
     def __init__(self, task: Task, generator: Any) -> None:
         self.task, self.generator = task, generator
         self.tokenizer = AutoTokenizer.from_pretrained(task.model)
-        self.problems = problems(task)
+        self.problems = problems()
         self.queue: Queue[Rollout] = Queue(maxsize=task.batch_size)
         self.rewards: list[float] = []
         for number in range(NUM_WORKERS):
@@ -140,7 +135,6 @@ class Batcher:
                 self.queue.put((torch.tensor(prompt + ids), len(prompt), reward - mean))
 
     def text_of(self, token_ids: list[int]) -> str:
-        """The text that the reward function gets."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
 
     def batch(self) -> tuple[list[Rollout], list[float]]:
@@ -151,7 +145,6 @@ class Batcher:
 
 
 def main() -> None:
-    """Train for max_steps, or until the process is killed."""
     task = read_task()
     ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20,

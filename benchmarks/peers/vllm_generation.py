@@ -21,7 +21,6 @@ OPTIONS = {
 
 
 def main() -> None:
-    """Load the model and do jobs until the standard input ends."""
     folder, mode, max_length = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries write messages to the standard output

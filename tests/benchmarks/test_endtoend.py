@@ -68,20 +68,6 @@ def test_everything_is_loaded_when_the_first_generator_joins(tmp_path: Path) -> 
         assert next(endtoend.our_rows(tmp_path, child)) == {"time": 101.0}
 
 
-def test_rows_of_a_growing_file_are_read_once_and_whole(tmp_path: Path) -> None:
-    growing = endtoend.GrowingFile(tmp_path / "rows.jsonl")
-    assert growing.new_rows() == []  # no file
-    with (tmp_path / "rows.jsonl").open("a", buffering=1) as file:
-        for text, rows in (
-            ('{"a": 1}\n{"a": 2}\n{"a"', [{"a": 1}, {"a": 2}]),
-            (": 3", []),
-            ("}\n", [{"a": 3}]),
-        ):
-            file.write(text)
-            file.flush()
-            assert growing.new_rows() == rows
-
-
 def test_share_of_local_ready_is_the_used_part_of_the_limit() -> None:
     claim = endtoend.ready_claim([6.0, 1.0, 1.5])
     assert (claim.ours, claim.bound, claim.share, claim.n) == (1.5, 3.0, 0.5, 3)

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import generation
-from benchmarks.generation import Bound
 
 
 class Peers:
@@ -42,6 +41,5 @@ def test_batched_programs_compute_the_longest_completion(
 
 
 def test_bound_is_the_mean_of_before_and_after() -> None:
-    bounds = iter([Bound(1.0, 8.0), Bound(3.0, 2.0)])
-    step, bound = generation.with_bound(lambda: next(bounds), lambda: 4.0)
-    assert (step, bound, bound.roofline) == (4.0, Bound(memory=2.0, products=5.0), 2.0)
+    bounds = iter([1.0, 3.0])
+    assert generation.with_bound(lambda: next(bounds), lambda: 4.0) == (4.0, 2.0)
