@@ -187,7 +187,9 @@ class Generator:
                 can_start = self._weights.are_applied and not rewards
                 timeout = 0.002 if is_idle else 0.0  # longest wait for an announcement
                 link.exchange(timeout=timeout, is_idle=is_idle and can_start)
-        finally:  # a restart in this process may need the memory of their caches
+        # After an exception too: `run` may start again in this process, whose engine then has no
+        # memory for the caches of these groups.
+        finally:
             self._evaluation.drop(sampler)
             self._training.drop(sampler)
         link.send_status(last=True)

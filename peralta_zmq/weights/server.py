@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from peralta_zmq.atomic_files import CHUNK, PLAIN_PATH, open_regular
 from peralta_zmq.http_server import HttpServer, Limits, open_port
@@ -62,12 +64,7 @@ def serve_weights(
         status = 206 if requested else 200
         if request.method == "HEAD":  # starlette would read the whole file
             return Response(status_code=status, headers=headers)
-        return StreamingResponse(
-            _read(backend, names, start, size),
-            status,
-            headers,
-            media_type="application/octet-stream",
-        )
+        return FileResponse(_read(backend, names, start, size), status, headers)
 
     server = HttpServer(
         "weight server",
@@ -82,6 +79,24 @@ def serve_weights(
     return server
 
 
+class FileResponse(StreamingResponse):
+    """A streamed file, which is closed also if the client disconnects before its end."""
+
+    def __init__(
+        self, pieces: Generator[bytes, None, None], status: int, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(pieces, status, headers, media_type="application/octet-stream")
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # Otherwise its reading mark would keep the version until a garbage collection. In a
+            # thread, because the folder may be on a slow NAS.
+            await run_in_threadpool(self._pieces.close)
+
+
 def _size_of(folder: Path, names: list[str]) -> int:
     descriptor = open_regular(folder, *names)
     try:
@@ -90,7 +105,9 @@ def _size_of(folder: Path, names: list[str]) -> int:
         os.close(descriptor)
 
 
-def _read(backend: LocalBackend, names: list[str], start: int, size: int) -> Iterator[bytes]:
+def _read(
+    backend: LocalBackend, names: list[str], start: int, size: int
+) -> Generator[bytes, None, None]:
     """Yield a file up to `size`, which a trainer may have replaced since, from `start` on."""
     with ExitStack() as stack:
         if len(names) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import itertools
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from slow_links import Link
+from sockets import eventually
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
 from peralta_zmq.errors import ConfigError, StoreError
@@ -145,6 +147,25 @@ def test_server_honours_ranges(store: WeightStore, server: HttpServer) -> None:
     assert get(server, path, Range="bytes=10-") == (206, content[10:])
     assert get(server, path, Range="bytes=99999999-") == (206, b"")
     assert get(server, path, Range="bytes=-x") == (200, content)
+
+
+def test_disconnected_client_leaves_no_reading_mark(
+    store: WeightStore, server: HttpServer
+) -> None:
+    version = publish(store, 0)
+    with (version.folder / "config.json").open("wb") as file:
+        file.truncate(64 << 20)  # more than the buffers of a connection hold
+    gc.disable()
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        with closing(connection):
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            connection.request("GET", f"/{version.folder.name}/config.json", headers=headers)
+            connection.getresponse().read(1000)
+            assert store.backend.locks.being_read() == {version.folder.name}
+        eventually(lambda: not store.backend.locks.being_read())
+    finally:
+        gc.enable()
 
 
 def test_http_store_cannot_be_published_to(server: HttpServer) -> None:
