@@ -48,7 +48,6 @@ LIBRARIES = {  # the only modules that may import a library
     "zmq": {"wire"},
     "msgpack": {"wire"},
     "isal": {"wire", "weights", "trainer.journal"},
-    "watchdog": {"weights"},
     "zstandard": {"weights"},
     "obstore": {"weights"},
     "mlx": {"engines.mlx"},
