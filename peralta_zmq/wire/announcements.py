@@ -1,10 +1,8 @@
 """Announcements: the trainer publishes its progress every second and on change.
 
-Every announcement holds all fields, so the next one makes up for a lost one.
-
-The sockets are those of PUB/SUB in reverse: the trainer binds an XSUB and sends on it, and every
-connected XPUB receives the messages. A PUB or an XPUB would store every subscription that it
-receives, without a limit on their memory.
+Every announcement holds all fields, so the next one makes up for a lost one. The trainer binds an
+XSUB and sends on it, and every connected XPUB receives the messages: a PUB would store every
+subscription that it receives, without a limit on their memory.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ from peralta_zmq.wire.connection import DEFAULT_TIMING, ClientConnection, Connec
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, decode_fields, encode_fields
 from peralta_zmq.wire.rollout_sockets import open_server, open_socket, ready
 
-ANNOUNCE_SECONDS = 1.0
 MAX_ANNOUNCEMENT = 5 << 20  # bytes; 4,096 senders with the longest names need 4.8 million
-MAX_RECEIVED = 512  # bytes of a message to the trainer; a handshake with CURVE keys needs 300
 logger = logging.getLogger(__name__)
 
 
@@ -89,7 +85,7 @@ class AnnouncementPublisher:
         address: str,
         *,
         authenticator: Authenticator | None = None,
-        announce_seconds: float = ANNOUNCE_SECONDS,
+        announce_seconds: float = 1.0,
     ) -> None:
         self._announce_seconds = announce_seconds
         self._changed = threading.Condition()
@@ -99,13 +95,14 @@ class AnnouncementPublisher:
         self._closed = False  # `close` was called
         self._seconds = announce_seconds  # until `_newest` is repeated
         self.socket, self.address, self._quota = open_server(
-            zmq.XSUB, address, authenticator, hwm=8, max_bytes=MAX_RECEIVED
-        )
+            zmq.XSUB, address, authenticator, hwm=8,
+            max_bytes=512,  # a handshake with CURVE keys needs 300
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._publish, name="announcements", daemon=True)
         self._thread.start()
 
     def publish(self, announcement: Announcement) -> None:
-        """Replace the announcement and wake the thread that sends it; never blocks."""
+        """Replace the announcement; never blocks."""
         frame = encode_fields(announcement)
         with self._changed:
             self._newest = frame
@@ -148,9 +145,8 @@ class AnnouncementPublisher:
 class AnnouncementSubscriber:
     """Receives the trainer's announcements and keeps the latest. Use with `closing`.
 
-    Connects again after silence: a damaged message can leave a connection open that delivers
-    nothing more. `latest.done` is True only if two announcements in a row had it: a single wrong
-    one must not end the generator.
+    `latest.done` is True only if two announcements in a row had it: a single damaged one must not
+    end the generator.
     """
 
     def __init__(
@@ -193,7 +189,6 @@ class AnnouncementSubscriber:
         return self.latest
 
     def close(self) -> None:
-        """Close at once."""
         self.connection.close()
         self.socket.close(linger=0)
 

@@ -40,8 +40,6 @@ class KeyFileError(WireError):
 
 @dataclass(frozen=True, slots=True)
 class GeneratorKeys:
-    """The keys of a generator."""
-
     name: str  # of the generator
     secret: bytes  # secret key of the generator
     trainer: bytes  # public key of the trainer
@@ -50,8 +48,8 @@ class GeneratorKeys:
 def make_keys(folder: Path, name: str) -> bool:
     """Write a new pair NAME.secret (mode 0600) and NAME.public; False if it exists already.
 
-    Raises WireError if the folder cannot be written or its file system has no modes, only one of
-    the two files exists, or they do not belong together.
+    Raises WireError if the folder cannot be written, has no modes, or has only one of the two
+    files.
     """
     public = folder / f"{name}{PUBLIC}"
     secret = folder / f"{name}{SECRET}"
@@ -76,10 +74,7 @@ def make_keys(folder: Path, name: str) -> bool:
 
 
 def trainer_secret(folder: Path) -> bytes:
-    """Read the trainer's secret key, as `_read_key`.
-
-    Raises OutageError if there is none, as in a mount point without its mount.
-    """
+    """Read the trainer's secret key. Raises OutageError if it is missing, KeyFileError."""
     file = folder / f"{TRAINER}{SECRET}"
     if not os.path.exists(file):
         raise OutageError(
@@ -120,7 +115,7 @@ def _names_of_secrets(folder: Path) -> list[str]:
 def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
     """Read the public keys of all generators in a folder; returns key -> name.
 
-    If `strict`, raises KeyFileError for an unusable key file; otherwise logs and skips it. Raises
+    If `strict`, raises KeyFileError for an unusable file; otherwise logs and skips it. Raises
     WireError if other users can write to the folder or two names have the same key, and
     OutageError.
     """
@@ -143,7 +138,7 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
 
 
 def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Raise KeyFileError if users other than root and this one can write or chmod `path`."""
+    """Raise KeyFileError if users other than root and this one can change `path`."""
     if status.st_uid not in (0, os.geteuid()):
         raise KeyFileError(
             f"{path} belongs to another user (uid {status.st_uid}); sudo chown {os.geteuid()} "
@@ -154,10 +149,7 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
 
 
 def _check_and_list(folder: Path) -> list[str]:
-    """Check the permissions of a key folder; returns its file names.
-
-    Raises OutageError, KeyFileError.
-    """
+    """Return the names in a key folder. Raises OutageError, KeyFileError."""
     try:
         status = folder.stat()
         names = sorted(os.listdir(folder))
@@ -168,10 +160,10 @@ def _check_and_list(folder: Path) -> list[str]:
 
 
 def _read_key(file: Path, kind: str) -> bytes:
-    """Read a key file of kind SECRET, which others must not read, or PUBLIC.
+    """Read a key file of kind SECRET or PUBLIC.
 
-    Raises KeyFileError if it is missing, not readable, not a key, or others can replace it;
-    OutageError for an error that may be temporary.
+    Raises KeyFileError if it is missing, not a key, or others can read or replace it; OutageError
+    for an error that may be temporary.
     """
     try:
         with file.open("rb") as opened:
@@ -209,7 +201,7 @@ def _check_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Times in seconds, and limits on the unread messages of a server socket (ConnectionQuota)."""
+    """Times in seconds, and limits on the unread messages of a server socket."""
 
     read_seconds: float = 1.0  # minimum interval between two reads of the key folder
     handshake_seconds: float = HANDSHAKE_SECONDS
@@ -221,10 +213,10 @@ class ConnectionQuota:
     """Limits the new connections of a server socket while it has unread messages.
 
     libzmq keeps a message until the program reads it, also after the client has closed the
-    connection. A client that connects, sends and closes again and again could fill the memory
+    connection: a client that connects, sends and closes again and again could fill the memory
     during a long step. Therefore each accepted connection takes `queue` messages of the quota, each
     message that is read gives one back, and an empty socket gives back all. The authenticator's
-    thread calls `take`, the thread that reads the socket calls the others.
+    thread calls `take`, the thread that reads the socket the others.
     """
 
     def __init__(
@@ -247,24 +239,20 @@ class ConnectionQuota:
         return True
 
     def on_message_read(self) -> None:
-        """Give back one message."""
         self._num_returned = min(self._num_returned + 1, self._num_taken)
 
     def on_socket_empty(self) -> None:
-        """Give back all messages: no connection, open or closed, has an unread one."""
+        """Give back all: no connection, open or closed, has an unread message."""
         self._num_returned = self._num_taken
 
 
 class Authenticator:
     """The trainer's ZAP handler: accepts or refuses each new connection of its server sockets.
 
-    With a key folder, accepts clients whose public key is in the folder; the name of an accepted
-    client is the property User-Id of its frames. Added and removed keys take effect within
-    a second, on new connections. Accepts no connection beyond the ConnectionQuota of the
-    socket.
-
-    Open it before the sockets that it protects, and close these sockets first: libzmq refuses every
-    client while no authenticator runs. Use with `closing`.
+    With a key folder, accepts clients whose public key is in it, also one added or removed since;
+    the name of an accepted client is the property User-Id of its frames. Open it before the sockets
+    that it protects, and close these first: libzmq refuses every client while no authenticator
+    runs. Use with `closing`.
     """
 
     def __init__(self, folder: Path | None, limits: ServerLimits = ServerLimits()) -> None:
@@ -293,11 +281,10 @@ class Authenticator:
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients need a key."""
         return self._folder is not None
 
     def protect(self, server: zmq.Socket[bytes], quota: ConnectionQuota) -> None:
-        """Make a server socket ask for each new connection; call `protect` before `bind`."""
+        """Let this handler decide about each new connection; call it before `bind`."""
         domain = b"%d" % len(self._quotas)
         self._quotas[domain] = quota
         server.setsockopt(zmq.ZAP_DOMAIN, domain)

@@ -22,7 +22,6 @@ from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import HANDSHAKE_SECONDS, GeneratorKeys, use_keys
 
 SILENT_SECONDS = 10.0  # a connection that was silent for this time is opened again
-MAX_WAIT_SECONDS = 160.0  # during silence, the time between attempts doubles up to this value
 # A client reports a refusal only after this number of handshakes that failed for the same reason,
 # and ConnectionTiming.patience_seconds, because damaged bytes can look like a refusal.
 PATIENCE_TRIES = 5
@@ -44,6 +43,7 @@ class ConnectionTiming:
     """Times of a client's connection, in seconds."""
 
     silent_seconds: float = SILENT_SECONDS
+    max_silent_seconds: float = 160.0  # between attempts, which become rarer during silence
     retry_seconds: float = 0.5  # from a refused handshake to the next attempt
     patience_seconds: float = 20.0  # of failed handshakes, until a refusal is reported
     handshake_seconds: float = HANDSHAKE_SECONDS  # of the server
@@ -71,7 +71,7 @@ class ClientConnection:
         name: str,
         timing: ConnectionTiming = DEFAULT_TIMING,
     ) -> None:
-        """`name` identifies the connection in the log; `timing` has the times of retries."""
+        """`name` identifies the connection in the log."""
         self.num_reconnects = 0  # after silence only
         self.raises_refusals = True  # False: `check` logs a refusal instead
         self._client = client
@@ -102,9 +102,9 @@ class ClientConnection:
         """Connect again after a refused handshake, then return True; call this often.
 
         Raises WireError with reason and remedy if no handshake has succeeded, and the trainer has
-        refused handshakes for the same reason for `patience_seconds`. After a success, of this
-        socket or of another one with the same keys, a failure is only logged: damaged data is the
-        likely cause. Can block for half a second after failed handshakes.
+        refused handshakes for the same reason for `patience_seconds`. After a success of a socket
+        with these keys, a failure is only logged: damaged data is the likely cause. Can block for
+        half a second.
         """
         reasons: list[str] = []  # of failed handshakes since the previous call
         while self._events.poll(0):
@@ -140,7 +140,7 @@ class ClientConnection:
             self._silence_limit = self._timing.silent_seconds
         if seconds < self._silence_limit:
             return False
-        self._silence_limit = seconds + min(seconds, MAX_WAIT_SECONDS)
+        self._silence_limit = seconds + min(seconds, self._timing.max_silent_seconds)
         self.num_reconnects += 1
         # Before the first handshake the trainer is not running, and the generator reports its wait.
         level = logging.WARNING if self._is_accepted else logging.DEBUG
@@ -160,7 +160,6 @@ class ClientConnection:
         self._client.connect(address)
 
     def close(self) -> None:
-        """Stop monitoring, before the client socket is closed."""
         self._client.monitor(None, 0)
         self._events.close(linger=0)
 
@@ -237,9 +236,8 @@ def needs_ipv6(address: str) -> bool:
 def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:
     """Whether tcp://HOST:PORT accepts a connection and its first bytes are `greeting`.
 
-    A ZeroMQ socket first sends the byte 0xff. Without a greeting the result is True also for a port
-    forwarder to a dead process, and for a stopped process, because the kernel accepts the
-    connection.
+    A ZeroMQ socket first sends the byte 0xff. Without a greeting the result is True also for a
+    stopped process, or a port forwarder to a dead one, because the kernel accepts the connection.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:

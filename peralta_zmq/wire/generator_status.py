@@ -80,10 +80,7 @@ def _check(status: GeneratorStatus) -> None:
 
 
 class GeneratorStatusSender:
-    """Sends the status of one generator; it is lost if no trainer is connected.
-
-    Use with `closing`.
-    """
+    """Sends the status of one generator; lost if no trainer is connected. Use with `closing`."""
 
     def __init__(
         self,
@@ -107,17 +104,15 @@ class GeneratorStatusSender:
     def check_due(self) -> bool:
         """True if a status is due; also connects again if the connection is silent.
 
-        A status is due when a trainer subscribes, and `status_seconds` after each `send`. The
-        connection is silent if the trainer's subscription is missing for long, or if
-        `unreceived_seconds` is large. Raises WireError if the trainer refuses the connection.
+        A status is due when a trainer subscribes, and `status_seconds` after each `send`. Raises
+        WireError if the trainer refuses the connection.
         """
         while cast(int, self.socket.getsockopt(zmq.EVENTS)) & POLLIN:
             if self.socket.recv() == SUBSCRIPTION:
                 self._due = float("-inf")
                 self._missing_since = float("inf")
-        # A connection that this program opens has no subscription at first; one that libzmq opens
-        # again by itself keeps its subscription. `min`: while attempts fail, the time without a
-        # subscription grows, and with it the pause before the next attempt.
+        # A connection that this program opens has no subscription at first. `min`: while attempts
+        # fail, the time without a subscription grows, and with it the pause before the next one.
         has_reconnected = self.connection.check()
         seconds = max(self.unreceived_seconds, time.monotonic() - self._missing_since)
         if self.connection.reconnect_if_silent(seconds) or has_reconnected:
@@ -129,16 +124,15 @@ class GeneratorStatusSender:
         self.socket.send(message_fields.encode_fields(status))
 
     def close(self, linger_seconds: float = 0.5) -> None:
-        """Close; libzmq tries to send the last status for up to `linger_seconds`."""
         self.connection.close()
         self.socket.close(linger=int(linger_seconds * 1000))
 
 
 class GeneratorStatusReceiver:
-    """Binds the trainer's SUB socket and receives the statuses of one run.
+    """Binds the trainer's SUB socket and receives the statuses of one run. Use with `closing`.
 
     Logs and drops invalid messages, and counts them in `refused`: also those of another run, or
-    under another name than that of the sender's CURVE key. Use with `closing`.
+    under another name than that of the sender's CURVE key.
     """
 
     def __init__(
@@ -160,10 +154,7 @@ class GeneratorStatusReceiver:
         self.socket.subscribe(b"")
 
     def receive(self, *, timeout: float = 0.0) -> dict[str, GeneratorStatus]:
-        """Read up to `max_at_once` messages, waiting for the first one.
-
-        Returns sender -> newest status.
-        """
+        """Read waiting messages, up to `max_at_once`; returns sender -> newest status."""
         if timeout > 0.0:
             ready(self.socket, zmq.POLLIN, timeout)
         received: dict[str, GeneratorStatus] = {}

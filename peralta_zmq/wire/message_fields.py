@@ -25,10 +25,6 @@ from peralta_zmq.errors import WireError
 # Limits of any message.
 MAX_MESSAGE = 16 << 20  # bytes; when a larger message arrives, libzmq closes the connection
 MAX_TEXT = 1 << 10  # bytes of one string
-MAX_INFO_ENTRIES = 16  # entries of a worker_info
-MAX_INFO_CHARS = 128  # characters of a key or a value of a worker_info
-LARGE = 1 << 18  # bytes; a larger message is unpacked only after its maps were counted
-CRC_RESIDUE = 0x2144DF1C  # the CRC-32 of any bytes followed by the CRC-32 of these bytes
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
 MessageT = TypeVar("MessageT")
 
@@ -47,7 +43,7 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
         return unpacked
 
     try:
-        if len(frame) > LARGE:
+        if len(frame) > 1 << 18:  # bytes; a small one takes little memory in any case
             _check_maps(frame, max_map_len, max_maps)
         message = cast(Any, msgpack).unpackb(
             frame,
@@ -69,8 +65,7 @@ def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
     """Raise ValueError if a frame has too many or too long maps, without unpacking it.
 
     `unpackb` calls its `object_hook` only when a map is complete: of a thousand nested maps, all
-    would be in memory before the first is counted. Raises UnpackException for bytes that are not
-    msgpack.
+    would be in memory before the first is counted.
     """
     unpacker = cast(Any, msgpack).Unpacker(max_buffer_size=len(frame))
     unpacker.feed(frame)
@@ -109,7 +104,8 @@ def pack_with_checksum(message: dict[str, Any]) -> bytes:
 
 def check_checksum(frame: bytes, checksum: bytes | None) -> None:
     """Raise ValueError if `checksum` is None (missing), wrong, or not the last field."""
-    if crc32(frame) != CRC_RESIDUE or checksum != frame[-4:]:
+    residue = 0x2144DF1C  # the CRC-32 of any bytes followed by the CRC-32 of these bytes
+    if crc32(frame) != residue or checksum != frame[-4:]:
         raise ValueError("checksum (crc32) does not match")
 
 
@@ -160,10 +156,7 @@ def _field_types(kind: type) -> dict[str, Any]:
 
 
 def _check_field(value: Any, expected: Any, name: str) -> Any:
-    """Return `value`.
-
-    ValueError if its type, or that of a key or value in it, is not `expected`.
-    """
+    """Return `value`; ValueError if its type, or that of a key or value in it, is wrong."""
     if get_origin(expected) is not dict:
         return check_type(value, expected, name)
     key_type, value_type = get_args(expected)
@@ -186,19 +179,16 @@ def check_identity(generator_id: str, incarnation: bytes) -> None:
 
 
 def check_owner(name: str, owner: str | None) -> None:
-    """Raise WireError if the name in a message is not `owner`, that of the sender's CURVE key.
-
-    `owner` is None on a socket without keys, which accepts every name.
-    """
+    """Raise WireError if the name in a message is not that of the CURVE key; None = no keys."""
     if owner is not None and name != owner:
         raise WireError(f"the key of {owner} was used under the name {name[:40]!a}")
 
 
 def check_worker_info(worker_info: dict[str, str]) -> None:
-    if len(worker_info) > MAX_INFO_ENTRIES:
-        raise ValueError(f"worker_info of more than {MAX_INFO_ENTRIES} entries")
+    if len(worker_info) > 16:
+        raise ValueError("worker_info of more than 16 entries")
     for text in (*worker_info.keys(), *worker_info.values()):
-        if len(text) > MAX_INFO_CHARS:
-            raise ValueError(f"worker_info with an entry of more than {MAX_INFO_CHARS} characters")
+        if len(text) > 128:
+            raise ValueError("worker_info with an entry of more than 128 characters")
         if not (text.isascii() and text.isprintable()):
             raise ValueError(f"worker_info with {text!a:.40}, which is not printable ASCII")

@@ -6,8 +6,7 @@ rollouts), `format` (version of the format), and `crc32` (checksum of all bytes 
 that all rollouts share is sent once. The logprobs and policy steps of context tokens are not sent:
 they are 0 and -1. A segment is consecutive generated tokens with equal policy step.
 
-The sender may be hostile or have other settings: all sizes are checked before memory is allocated,
-so that no valid group takes more memory and time than one made with the trainer's settings.
+The sender may be hostile or have other settings: all sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ ENVELOPE = {
     "min_group_number": int, "problem_id": str, "task": str, "policy_step": int, "weights_id": str,
 }  # fmt: skip
 OPTIONAL = {"sample_index": int, "evaluation_step": int}
-# Tokens of all rollouts together, and of one rollout. The size of a message does not limit them: a
-# prompt that all rollouts share is sent once.
-MAX_TOKENS = 1 << 20
-MAX_COUNT = 1 << 12  # of rollouts, of turns of all rollouts, and of segments
+# The size of a message does not limit its tokens: a prompt that all rollouts share is sent once.
+MAX_TOKENS = 1 << 20  # tokens of all rollouts together
+MAX_COUNT = 1 << 12  # rollouts, turns of all rollouts, or segments
 MAX_VALUES = 1 << 16  # named rewards of all rollouts
-MAX_OTHER_BYTES = 1 << 14  # of a message outside its columns: names, texts and unknown fields
+MAX_OTHER_BYTES = 1 << 14  # size of everything but the columns: names, texts and unknown fields
 MAX_STEP = 2**31 - 1
 LOGPROB_SLACK = float(np.float32(1e-3))  # rounding may lift log(1) a little above 0
 MIN_LOGPROB = -1e4  # a sampled token never has less
@@ -56,11 +54,11 @@ class GroupLimits:
 
     vocab_size: int  # every token id must be smaller
     max_rollouts: int = MAX_COUNT
-    max_tokens: int = MAX_TOKENS  # of a rollout: prompt and completion, all turns
+    max_tokens: int = MAX_TOKENS  # tokens of a rollout: prompt and completion, all turns
     max_generated: int = MAX_TOKENS  # tokens of a turn
-    max_turns: int = MAX_COUNT  # of a rollout
+    max_turns: int = MAX_COUNT  # turns of a rollout
     num_rollouts: Mapping[str, int] | None = None
-    """Of a group for training, by its task; None: up to max_rollouts."""
+    """Size of a group for training, by its task; None: up to max_rollouts."""
 
     @property
     def max_bytes(self) -> int:
@@ -97,7 +95,7 @@ class Columns(NamedTuple):
 
 
 REQUIRED = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type
-FORMAT_LIMITS = GroupLimits(vocab_size=2**31)  # of the format; a trainer's own can be lower
+FORMAT_LIMITS = GroupLimits(vocab_size=2**31)
 
 
 def encode_group(group: RolloutGroup, *, max_bytes: int = message_fields.MAX_MESSAGE) -> bytes:
@@ -112,7 +110,6 @@ def encode_group(group: RolloutGroup, *, max_bytes: int = message_fields.MAX_MES
 
 
 def _encode(group: RolloutGroup, max_bytes: int) -> bytes:
-    """Encode a group. Raises ValueError, OverflowError or struct.error."""
     rollouts = group.rollouts
     if not rollouts:
         raise ValueError("it has no rollouts")
@@ -143,15 +140,20 @@ def _encode(group: RolloutGroup, max_bytes: int) -> bytes:
     present = {name: value for name, value in envelope.items() if value is not None}
     message = {**present, **columns._asdict(), "format": FORMAT}
     frame = message_fields.pack_with_checksum(message)
-    _check_size(message, max_bytes, num_bytes=len(frame), num_tokens=sum(spans))
+    if len(frame) > max_bytes or sum(spans) > MAX_TOKENS:
+        raise ValueError(
+            f"{len(frame)} bytes and {sum(spans)} tokens exceed the limits of "
+            f"{max_bytes} and {MAX_TOKENS}; use the trainer's settings, or lower "
+            "sampling.max_completion_length or sampling.num_generations"
+        )
+    for name, value in message.items():
+        if type(value) is str and len(value.encode()) > message_fields.MAX_TEXT:
+            raise ValueError(f"{name} is longer than {message_fields.MAX_TEXT} bytes; shorten it")
     return frame
 
 
 def _encode_turns(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int], bytes, bytes]:
-    """The values of the columns `turns` and `spans`.
-
-    Also the logprobs (f4) and policy steps (i4) of all generated tokens.
-    """
+    """The columns `turns` and `spans`, and logprobs (f4) and steps (i4) of generated tokens."""
     turns: list[int] = []
     spans: list[int] = []
     all_logprobs: list[bytes] = []
@@ -181,10 +183,7 @@ def _find(content: bytes, byte: int, start: int) -> int:
 
 
 def _encode_segments(policy_steps: bytes, group_step: int) -> bytes:
-    """The column `policy_steps`, from the step (i4) of each generated token.
-
-    `group_step` is the lowest of them.
-    """
+    """The column `policy_steps`, from the step (i4) of each generated token."""
     length = len(policy_steps) // 4
     if policy_steps == policy_steps[:4] * length:  # the usual case: one segment
         return pack("<2I", int.from_bytes(policy_steps[:4], "little") - group_step, length)
@@ -218,26 +217,9 @@ def _encode_turn_rewards(
 
 
 def _turn_counts(turns: Sequence[int], completions: Sequence[int]) -> list[int]:
-    """Number of turns with generated tokens of each rollout; its last span may be empty.
-
-    `turns` has the number of turns of each rollout, `completions` the lengths of generated spans.
-    """
+    """Number of turns with generated tokens of each rollout; its last span may be empty."""
     lengths = iter(completions)
     return [sum(length > 0 for length in islice(lengths, count)) for count in turns]
-
-
-def _check_size(
-    message: dict[str, Any], max_bytes: int, *, num_bytes: int, num_tokens: int
-) -> None:
-    if num_bytes > max_bytes or num_tokens > MAX_TOKENS:
-        raise ValueError(
-            f"{num_bytes} bytes and {num_tokens} tokens exceed the limits of "
-            f"{max_bytes} and {MAX_TOKENS}; use the trainer's settings, or lower "
-            "sampling.max_completion_length or sampling.num_generations"
-        )
-    for name, value in message.items():
-        if type(value) is str and len(value.encode()) > message_fields.MAX_TEXT:
-            raise ValueError(f"{name} is longer than {message_fields.MAX_TEXT} bytes; shorten it")
 
 
 class InvalidGroupError(WireError):
@@ -427,7 +409,6 @@ def check_envelope(envelope: Mapping[str, Any]) -> None:
 
 
 def check_num_rollouts(task: str, columns: Columns, limits: GroupLimits) -> None:
-    """A group for training must have exactly the configured number of rollouts."""
     if limits.num_rollouts is None:
         return
     if (num_rollouts := limits.num_rollouts.get(task)) is None:
@@ -502,14 +483,12 @@ def _check_each_rollout(
 
 
 def check_tokens(content: bytes, limits: GroupLimits) -> None:
-    """Token ids must be in [0, vocab_size)."""
     tokens = np.frombuffer(content, UNSIGNED)  # unsigned: negative ids become large
     if tokens.item(tokens.argmax()) >= limits.vocab_size:  # argmax takes a third of the time of max
         raise ValueError("token outside the vocabulary")
 
 
 def check_logprobs(content: bytes) -> None:
-    """Logprobs must be in [MIN_LOGPROB, LOGPROB_SLACK]."""
     logprobs = np.frombuffer(content, FLOAT)
     highest = logprobs.item(logprobs.argmax())
     lowest = logprobs.item(logprobs.argmin())
@@ -522,7 +501,6 @@ def check_logprobs(content: bytes) -> None:
 
 
 def check_rewards(values: Sequence[float]) -> None:
-    """Rewards must be finite, and at most MAX_REWARD in magnitude."""
     # No value is larger than the norm of all, so one call usually suffices. A NaN fails both tests.
     if not math.hypot(*values) < MAX_REWARD:
         for value in values:

@@ -150,19 +150,13 @@ class ProbeClient:
         self._connection = ClientConnection(self.socket, address, keys, name="probe", timing=timing)
 
     def request(self, kind: ProbeRequest, *, timeout: float) -> tuple[ProbeReply, float]:
-        """Send a request; returns the reply and the round-trip time in seconds.
-
-        Raises WireError.
-        """
+        """Return the reply to a request and the round-trip time in seconds. Raises WireError."""
         started = time.monotonic()
         self._send(encode_probe_request(kind), started + timeout)
         return self._receive(started + timeout), time.monotonic() - started
 
     def measure_throughput(self, *, seconds: float, timeout: float) -> float:
-        """Send data for `seconds`; returns bytes per second.
-
-        Raises WireError after `timeout` seconds.
-        """
+        """Send data for `seconds`; returns bytes per second. Raises WireError."""
         frame = encode_probe_request("discard", bytes(CHUNK))
         started = time.monotonic()
         sent = 0
@@ -176,7 +170,6 @@ class ProbeClient:
         return received * CHUNK / (time.monotonic() - started)
 
     def close(self) -> None:
-        """Close at once; replies in flight are lost."""
         self._connection.close()
         self.socket.close(linger=0)
 
@@ -189,10 +182,7 @@ class ProbeClient:
         return decode_probe_reply(self.socket.recv_multipart()[-1])
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Wait for POLLIN or POLLOUT.
-
-        Raises WireError at the deadline (monotonic), or if refused.
-        """
+        """Wait for POLLIN or POLLOUT. Raises WireError at the deadline, or if refused."""
         while not ready(self.socket, event, POLL_SECONDS):
             self._connection.check()
             if time.monotonic() > deadline:

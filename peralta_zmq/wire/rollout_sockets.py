@@ -22,32 +22,25 @@ from peralta_zmq.wire.connection import DEFAULT_TIMING, ClientConnection, Connec
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, check_owner
 from peralta_zmq.wire.messages import GroupLimits, InvalidGroupError, decode_group
 
-# Sizes of the kernel's TCP buffers in bytes. The send buffer is small, because `hwm` does not count
-# the groups in it: dozens of groups would wait in a larger buffer and become stale.
-SEND_BUFFER = 16 << 10
-# With a buffer of less than two segments of the loopback device (64 KiB each), TCP often waits
-# 40 ms for an acknowledgement. Then 177 to 5,000 groups per second arrived, with this one 25,000.
-RECEIVE_BUFFER = 128 << 10
-STATUS_HWM = 100  # for messages that may be lost: announcements, generator status, probes
-CURVE_BYTES = 33  # that encryption adds to a message
-MAX_REASONS = 100  # distinct reasons of refusals counted; a hostile sender must not fill the memory
 logger = logging.getLogger(__name__)
 
 
 # Options, addresses, ports.
 
 
-def open_socket(
-    kind: int, *, hwm: int = STATUS_HWM, max_bytes: int = MAX_MESSAGE
-) -> zmq.Socket[bytes]:
+def open_socket(kind: int, *, hwm: int = 100, max_bytes: int = MAX_MESSAGE) -> zmq.Socket[bytes]:
     """Open a socket of the ZeroMQ type `kind` with the options of the protocol.
 
     `max_bytes` limits one received message; libzmq closes the connection on a larger one.
     """
     opened = zmq.Context.instance().socket(kind)
+    # TCP buffers in bytes. The send buffer is small, because `hwm` does not count the groups in it:
+    # dozens would wait in a larger one and become stale. With a receive buffer of less than two
+    # segments of the loopback device (64 KiB each), TCP often waits 40 ms for an acknowledgement:
+    # 177 to 5,000 groups per second arrived instead of 25,000.
     for option, value in (
         (zmq.LINGER, 0), (zmq.IMMEDIATE, 0), (zmq.SNDHWM, hwm), (zmq.RCVHWM, hwm),
-        (zmq.SNDBUF, SEND_BUFFER), (zmq.RCVBUF, RECEIVE_BUFFER), (zmq.MAXMSGSIZE, max_bytes),
+        (zmq.SNDBUF, 16 << 10), (zmq.RCVBUF, 128 << 10), (zmq.MAXMSGSIZE, max_bytes),
         (zmq.RECONNECT_IVL_MAX, 1000),  # ms
     ):  # fmt: skip
         opened.setsockopt(option, value)
@@ -59,12 +52,12 @@ def open_server(
     address: str,
     authenticator: Authenticator | None,
     *,
-    hwm: int = STATUS_HWM,
+    hwm: int = 100,
     max_bytes: int = MAX_MESSAGE,
 ) -> tuple[zmq.Socket[bytes], str, ConnectionQuota]:
     """Open a socket and bind it to `address`; returns socket, bound address and quota.
 
-    The caller tells the quota of each message that it reads. Raises WireError if the bind fails.
+    The caller reports each message that it reads to the quota. Raises WireError if the bind fails.
     """
     server = open_socket(kind, hwm=hwm, max_bytes=max_bytes)
     limits = authenticator.limits if authenticator is not None else ServerLimits()
@@ -177,7 +170,6 @@ class RolloutSender:
         return True
 
     def close(self, linger_seconds: float = 2.0) -> None:
-        """Close after sending queued groups for up to `linger_seconds`."""
         self.connection.close()
         self.socket.close(linger=int(linger_seconds * 1000))
 
@@ -186,8 +178,7 @@ class RolloutReceiver:
     """Binds the trainer's PULL socket and receives the groups of one run. Use with `closing`.
 
     Invalid messages are counted in `refused` and logged once per reason: also those under another
-    name than that of the sender's CURVE key. libzmq closes a connection on a message of more than
-    `limits.max_bytes`.
+    name than that of the sender's CURVE key.
     """
 
     def __init__(
@@ -204,8 +195,8 @@ class RolloutReceiver:
         self._limits = limits
         self._has_keys = authenticator is not None and authenticator.has_keys
         self.socket, self.address, self._quota = open_server(
-            zmq.PULL, address, authenticator, hwm=hwm, max_bytes=limits.max_bytes + CURVE_BYTES
-        )
+            zmq.PULL, address, authenticator, hwm=hwm, max_bytes=limits.max_bytes + 33
+        )  # encryption adds 33 bytes
         self._timeout = _Timeout(self.socket, zmq.RCVTIMEO)
 
     def receive(self, *, timeout: float) -> tuple[RolloutGroup, bytes] | None:
@@ -236,14 +227,13 @@ class RolloutReceiver:
     def refuse(self, error: WireError) -> None:
         """Count an invalid message by reason, and log the first one of each reason."""
         reason = str(error)[:80]
-        if reason not in self.refused and len(self.refused) >= MAX_REASONS:
+        if reason not in self.refused and len(self.refused) >= 100:  # it could fill the memory
             reason = "other"
         if not self.refused[reason]:  # once per reason, so that one sender cannot fill the log
             logger.warning("message refused: %s", reason)
         self.refused[reason] += 1
 
     def close(self) -> None:
-        """Close at once; queued groups are lost."""
         self.socket.close(linger=0)
 
     def _check_message(self, first: zmq.Frame, count: int) -> tuple[RolloutGroup, bytes]:

@@ -23,21 +23,17 @@ from peralta_zmq.errors import ConfigError, OutageError, WireError, failure_text
 from peralta_zmq.wire.connection import ClientConnection
 from peralta_zmq.wire.rollout_sockets import interface_address, next_port
 
-SILENT_SECONDS = 3.0  # without an announcement (one per second) before the folder is read again
-POLL_SECONDS = 1.0  # between two listings of the folder
-REPORT_SECONDS = 5.0  # between two reports of a generator that waits for the first address
-MAX_BYTES = 512
+NUM_PORTS = 4  # consecutive ports of a trainer
 FILE_NAME = re.compile(r"trainer_(\d{8})-[0-9a-f]{8}\.address")
 CONTENT = re.compile(r"(tcp://[^\s/]+:\d{1,5}) (\S+)\n")
-NUM_PORTS, MAX_TRIES = 4, 100
 logger = logging.getLogger(__name__)
 
 
 class AddressFile:
-    """The address file of a started trainer. Use with `closing`.
+    """The address file of a started trainer, which a later start of the run removes.
 
-    A later start of the run removes it. The earlier trainer, if it was suspended meanwhile or could
-    not be reached, detects with `check` that it must not continue.
+    The earlier trainer, if it was suspended or could not be reached, detects with `check` that it
+    must not continue. Use with `closing`.
     """
 
     def __init__(self, folder: Path | None, host: str, port: int, run_id: str) -> None:
@@ -60,10 +56,7 @@ class AddressFile:
             older.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raise WireError if another trainer has removed the file.
-
-        OutageError for an unusable folder.
-        """
+        """Raise WireError if another trainer has removed the file, OutageError for a bad folder."""
         if self._file is None:
             return
         try:
@@ -89,7 +82,7 @@ def read_address(folder: Path) -> tuple[str, str] | None:
     try:
         files = _numbered_files(folder)
         newest = files[max(files)]
-        text = next(read_chunks(newest.parent, newest.name), b"")[:MAX_BYTES].decode("ascii")
+        text = next(read_chunks(newest.parent, newest.name), b"")[:512].decode("ascii")
     except (OSError, ValueError):  # ValueError: no files, or not ASCII
         return None
     match = CONTENT.fullmatch(text)
@@ -101,8 +94,8 @@ def find_trainer(
     folder: Path | None,
     *,
     report: Callable[[str], None] = logger.info,
-    poll_seconds: float = POLL_SECONDS,
-    report_seconds: float = REPORT_SECONDS,
+    poll_seconds: float = 1.0,
+    report_seconds: float = 5.0,
 ) -> TrainerAddress:
     """The trainer at `address`; with a folder, at the address that a trainer writes to it.
 
@@ -133,9 +126,9 @@ class TrainerAddress:
         run_id: str = "",
         folder: Path | None = None,
         *,
-        poll_seconds: float = POLL_SECONDS,
+        poll_seconds: float = 1.0,  # between two listings of the folder
     ) -> None:
-        """`folder` has newer addresses; None = neither address nor run are known to change."""
+        """`folder` has newer addresses; None = the address does not change."""
         self.current = address
         self._run_id = run_id
         self._folder = folder
@@ -144,7 +137,7 @@ class TrainerAddress:
         self._connections: list[tuple[ClientConnection, int]] = []
 
     def add(self, connection: ClientConnection, *, port_offset: int = 0) -> None:
-        """Keep a connection connected to the current address, with `port_offset` added."""
+        """Keep a connection connected to the current address."""
         connection.raises_refusals = self._folder is None
         self._connections.append((connection, port_offset))
 
@@ -155,7 +148,7 @@ class TrainerAddress:
     def poll(self, *, silent_seconds: float) -> None:
         """Connect to the newest address if the trainer has been silent; call this often."""
         now = time.monotonic()
-        if self._folder is None or silent_seconds < SILENT_SECONDS:
+        if self._folder is None or silent_seconds < 3.0:  # announcements are a second apart
             return
         if now - self._polled_at < self._poll_seconds:
             return
@@ -172,7 +165,7 @@ class TrainerAddress:
 
 def first_free_port(host: str, port: int) -> int:
     """The first of NUM_PORTS free consecutive ports from `port` on; `port` if there are none."""
-    for first in range(port, min(port + MAX_TRIES * NUM_PORTS, 65_533), NUM_PORTS):
+    for first in range(port, min(port + 100 * NUM_PORTS, 65_533), NUM_PORTS):
         if all(_is_free(host, first + offset) for offset in range(NUM_PORTS)):
             return first
     return port

@@ -103,11 +103,8 @@ def test_receive_waits_until_the_timeout_or_a_status(
 def test_largest_status_is_accepted_and_a_larger_message_not_queued(
     receiver: wire.GeneratorStatusReceiver, sender: wire.GeneratorStatusSender
 ) -> None:
-    longest = '"' * message_fields.MAX_INFO_CHARS
-    facts = {
-        f"{n}{longest}"[: message_fields.MAX_INFO_CHARS]: longest
-        for n in range(message_fields.MAX_INFO_ENTRIES)
-    }
+    longest = '"' * 128
+    facts = {f"{n}{longest}"[:128]: longest for n in range(16)}
     send_until_received(sender, receiver, dataclasses.replace(STATUS, worker_info=facts))
     bob = dataclasses.asdict(dataclasses.replace(STATUS, generator_id="bob"))
     sender.socket.send(msgpack.packb({**bob, "added": bytes(generator_status.MAX_STATUS)}))
