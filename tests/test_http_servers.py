@@ -23,7 +23,7 @@ from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.generator.serving.server import ChatServer
 from peralta_zmq.http_server import Limits
 from peralta_zmq.observe.dashboard.app import Dashboard
-from peralta_zmq.weights.http_backend import HttpBackend
+from peralta_zmq.weights.backends import HttpBackend
 from peralta_zmq.weights.server import serve_weights
 
 TOKEN = "0123456789abcdef"

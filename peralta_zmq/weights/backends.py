@@ -1,25 +1,28 @@
-"""Storage backends of the weight store: their interface, and the backend for folders."""
+"""Storage backends of the weight store: a folder, a trainer's weight server, an object store."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import http.client
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
 from peralta_zmq import atomic_files
+from peralta_zmq.addresses import host_and_port
 from peralta_zmq.atomic_files import About, Content, CorruptError, Manifest
-from peralta_zmq.errors import StoreError
+from peralta_zmq.errors import StoreError, import_extra
 from peralta_zmq.weights.locks import FolderLocks
 
 PROBE_PREFIX = "doctor-"  # beginning of a probe file's name
 # Errors of a rename that no retry helps against; others are those of a disk or NAS that is failing.
 CANNOT_RENAME = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EPERM}
-MAX_SMALL_FILE = 256 << 10  # bytes; a manifest that lists 1,000 files is smaller
 
 
 class StorageBackend(Protocol):
@@ -33,10 +36,7 @@ class StorageBackend(Protocol):
         ...
 
     def path(self, name: str) -> Path:
-        """Path of a folder in the store.
-
-        Path(name) if the store is not a folder of this machine.
-        """
+        """Path of a folder in the store; Path(name) if the store is no folder of this machine."""
         ...
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
@@ -46,8 +46,8 @@ class StorageBackend(Protocol):
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
         """Write a folder atomically: its files, then manifest.json, then STABLE with its hash.
 
-        `about` is a mapping with further fields of the manifest, or a function that returns it and
-        is called after the files are written.
+        `about` has further fields of the manifest, or is a function that returns them, called after
+        the files are written.
         """
         ...
 
@@ -65,8 +65,11 @@ class StorageBackend(Protocol):
         ...
 
 
-def read_small(backend: StorageBackend, path: str, *, limit: int = MAX_SMALL_FILE) -> bytes:
-    """The content of a small file. Raises CorruptError if it exceeds `limit` bytes."""
+def read_small(backend: StorageBackend, path: str, *, limit: int = 256 << 10) -> bytes:
+    """The content of a small file. Raises CorruptError if it exceeds `limit` bytes.
+
+    A manifest that lists 1,000 files is smaller than the default.
+    """
     content = bytearray()
     for chunk in backend.read(path):
         content += chunk
@@ -90,7 +93,7 @@ class LocalBackend:
         return self.folder / name
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """A regular file in chunks, from offset `start`.
+        """A regular file in chunks.
 
         Not through mmap: if a NAS removes a mapped file, reading the mapping raises SIGBUS.
         """
@@ -103,14 +106,10 @@ class LocalBackend:
         atomic_files.replace_file(self.folder / name, content)
 
     def remove(self, name: str) -> None:
-        """Rename the folder, then delete it, so that no reader opens a partly removed folder."""
         atomic_files.remove_folder(self.folder / name)
 
     def prepare(self) -> None:
-        """Create the folder.
-
-        Raises StoreError if its file system cannot rename folders, OSError.
-        """
+        """Create the folder. Raises StoreError if it cannot rename folders, OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         probe = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
         renamed = self.folder / f".trash-probe-{atomic_files.PROCESS_TAG}"
@@ -134,6 +133,152 @@ class LocalBackend:
         return space.f_bavail * space.f_frsize
 
 
+class HttpBackend:
+    """Client of a trainer's weight server (server.py), for machines without a shared folder."""
+
+    def __init__(self, address: str, *, token: str | None = None) -> None:
+        self._host, self._port = host_and_port(address, option="weights.dir", default_port=80)
+        self.address = address
+        self.locks = FolderLocks(None)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def names(self) -> list[str]:
+        try:
+            listing = read_small(self, "", limit=16 << 20)  # bytes; a million versions
+            return list(map(str, atomic_files.parse_json(listing)))
+        except (ValueError, TypeError):
+            raise OSError(f"{self.address} does not list versions; is it a trainer?") from None
+
+    def path(self, name: str) -> Path:
+        return Path(name)
+
+    def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
+        """Raises ConnectionError or TimeoutError if the caller can resume, else OSError."""
+        headers = self._headers | ({"Range": f"bytes={start}-"} if start else {})
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=20.0)
+        with contextlib.closing(connection):
+            try:
+                connection.request("GET", f"/{path}", headers=headers)
+                response = connection.getresponse()
+                self._check_status(response.status, path, start)
+                while chunk := response.read(atomic_files.CHUNK):
+                    yield chunk
+                if response.length:  # bytes still missing; read(n) returns b"" without an error
+                    raise ConnectionError(f"{self.address}: the connection ended early")
+            except (http.client.HTTPException, ValueError) as error:  # ValueError: a chunk below 0
+                raise ConnectionError(f"{self.address}: {type(error).__name__}") from None
+
+    def _check_status(self, status: int, path: str, start: int) -> None:
+        if status == HTTPStatus.NOT_FOUND:
+            raise FileNotFoundError(path)
+        if status == HTTPStatus.UNAUTHORIZED:
+            raise PermissionError(f"{self.address} requires the password in security.token_file")
+        if status != (HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK):
+            raise OSError(f"{self.address} returned HTTP status {status} for {path}")
+
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
+        """Raise StoreError; replaces the methods that only a trainer calls, to publish."""
+        raise StoreError(f"{self.address} is read-only; a trainer publishes to a folder")
+
+    write_folder = write_file = remove = prepare = free_bytes = _refuse
+
+
+class ObjectStoreBackend:
+    """Store at s3://BUCKET/PREFIX, with the extra `s3` (obstore).
+
+    A version is complete when STABLE, written last, exists. Credentials and endpoint are taken from
+    the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT. Two
+    trainers must not use the same prefix, because there is no publisher lock; without read marks,
+    `weights.keep_seconds` must be long enough for the slowest reader.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._obstore = import_extra("obstore", extra="s3", needed_by=f"weights.dir '{address}'")
+        is_plain_http = os.environ.get("AWS_ENDPOINT", "").startswith("http://")
+        self._bucket: Any = self._obstore.store.from_url(
+            address, client_options={"allow_http": is_plain_http, "timeout": "60s"}
+        )
+        self.address = address
+        self.locks = FolderLocks(None)
+
+    def names(self) -> list[str]:
+        """Names of the folders; objects at the top level are not listed."""
+        with self._as_os_error():
+            listing: Any = self._obstore.list_with_delimiter(self._bucket)
+            return [str(prefix).rpartition("/")[2] for prefix in listing["common_prefixes"]]
+
+    def path(self, name: str) -> Path:
+        return Path(name)
+
+    def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
+        options = {"range": {"offset": start}} if start else None
+        with self._as_os_error():
+            result: Any = self._obstore.get(self._bucket, path, options=options)
+            for chunk in result.stream(min_chunk_size=atomic_files.CHUNK):
+                yield bytes(chunk)
+
+    def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
+        written = {file: self._put(f"{name}/{file}", content) for file, content in files.items()}
+        manifest, text = atomic_files.describe(written, about)
+        self._put(f"{name}/{atomic_files.MANIFEST}", text)
+        self._put(f"{name}/{atomic_files.STABLE}", manifest.digest.encode())
+        return manifest
+
+    def write_file(self, name: str, content: bytes) -> None:
+        self._put(name, content)
+
+    def remove(self, name: str) -> None:
+        """Delete a folder, STABLE first: readers skip a folder without it."""
+        with contextlib.suppress(OSError), self._as_os_error():
+            pages = self._obstore.list(self._bucket, f"{name}/")
+            paths = [entry["path"] for page in pages for entry in page]
+            for path in sorted(paths, key=lambda path: not path.endswith(atomic_files.STABLE)):
+                self._obstore.delete(self._bucket, path)
+
+    def prepare(self) -> None:
+        self.names()
+
+    def free_bytes(self) -> int:
+        return 1 << 62  # free bytes
+
+    def _put(self, path: str, content: Content) -> tuple[int, str]:
+        sha256 = hashlib.sha256()
+        size = 0
+
+        def chunks() -> Iterator[bytes]:
+            nonlocal size
+            for chunk in atomic_files.chunks_of(content):
+                sha256.update(chunk)
+                size += len(chunk)
+                yield bytes(chunk)
+
+        with self._as_os_error():
+            self._obstore.put(self._bucket, path, chunks(), chunk_size=8 << 20)  # bytes of a part
+        return size, sha256.hexdigest()
+
+    @contextlib.contextmanager
+    def _as_os_error(self) -> Generator[None, None, None]:
+        """Convert obstore's exceptions to OSError with a one-line message."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except self._obstore.exceptions.BaseError as error:
+            raise OSError(" ".join(str(error).split())[:200]) from None
+
+
+def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
+    """Open a folder, http://HOST:PORT with the password `token`, or s3://BUCKET/PREFIX.
+
+    Raises ConfigError for another scheme, or if the library for S3 is not installed.
+    """
+    if "://" not in address:
+        return LocalBackend(Path(address).expanduser())
+    if address.startswith("s3://"):
+        return ObjectStoreBackend(address)
+    return HttpBackend(address, token=token)
+
+
 class ProbeFile:
     """A file by which bin/doctor checks that two machines have mounted the same folder.
 
@@ -151,7 +296,6 @@ class ProbeFile:
         return name
 
     def close(self) -> None:
-        """Remove all probe files in the folder, including those of other processes."""
         with contextlib.suppress(OSError):
             for file in self._folder.glob(f"{PROBE_PREFIX}*"):
                 file.unlink(missing_ok=True)

@@ -32,9 +32,6 @@ from peralta_zmq.weights.tensor_set import CHUNK, specs_of
 MAGIC, END = b"PZD1", b"\0\0"  # END: a name of length 0
 CONTINUE = 255  # gap byte that is followed by another byte of the same gap
 WIDE = -128  # step byte that stands for a wide step
-# The part of a piece that must have changed for the steps of all its elements to be stored. They
-# are then about as small as gaps and the steps of the changed ones, and faster to read and write.
-DENSE = 0.5
 DTYPES = {torch.bfloat16, torch.float16}
 Bits: TypeAlias = NDArray[np.int16]
 
@@ -55,11 +52,13 @@ def encode(
     checksums: dict[str, int],
     *,
     piece_size: int = CHUNK,
-    dense: float = DENSE,
+    dense: float = 0.5,
 ) -> Iterator[bytes]:
     """The delta file from `base` to `tensors`, in pieces; both have equal names, shapes and dtypes.
 
-    Adds the crc32 of each tensor of `tensors` to `checksums`. A piece has `piece_size` elements.
+    Adds the crc32 of each tensor of `tensors` to `checksums`. A piece has `piece_size` elements. If
+    the part `dense` of them has changed, the steps of all are stored: they are about as small as
+    gaps and the steps of the changed ones, and faster to read and write.
     """
     assert specs_of(base) == specs_of(tensors)
     # Spend little time on the search for repetitions: gaps and steps have few.
@@ -93,8 +92,8 @@ def apply(
     """Apply a delta to `tensors` in place; returns the crc32 of each resulting tensor.
 
     Calls `write` with each changed piece, and the byte of the named tensor at which it begins.
-    Raises ValueError if the delta is malformed or was computed from other tensors; `tensors` may
-    then be partly changed.
+    Raises ValueError if the delta is malformed or was computed from other tensors, which may then
+    be partly changed.
     """
     decompressor = zstandard.ZstdDecompressor()
     remaining = dict(tensors)

@@ -2,8 +2,8 @@
 
 Locks and marks expire, because a killed process leaves its files behind. The clocks of two machines
 may differ, so the age of a file is the difference between its mtime and that of a file that was
-just written to the same folder. The clock of the NAS can be set back, so that mtimes are in the
-future. Therefore a lock also expires when a process sees no renewal for LOCK_SECONDS.
+just written to the same folder. The clock of the NAS can be set back, so a lock also expires when a
+process sees no renewal for LOCK_SECONDS.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FolderLocks:
     def acquire(self) -> str | None:
         """Acquire the publisher lock; returns None, or the trainer that has it already.
 
-        The new holder also removes expired locks and the temporary files of killed processes.
+        Also removes expired locks and the temporary files of killed processes.
         """
         if self._folder is None:
             return None
@@ -91,7 +91,6 @@ class FolderLocks:
         return None
 
     def _is_renewed(self, lock: Path, now: float) -> bool:
-        """Whether a lock was renewed within LOCK_SECONDS, by mtimes and by the monotonic clock."""
         mtime = lock.lstat().st_mtime
         read_at = time.monotonic()
         if self._mtimes.get(lock, (None, 0.0))[0] != mtime:
@@ -104,10 +103,7 @@ class FolderLocks:
         return [file for file in files if file != self._lock and not os.path.isdir(file)]
 
     def renew(self) -> None:
-        """Renew the lock by setting its mtime.
-
-        Also sets the mtime of the folder, because NFS clients then list the folder again.
-        """
+        """Renew the lock. The mtime of the folder makes NFS clients list it again."""
         if lock := self._lock:
             os.utime(lock)
             os.utime(lock.parent)
@@ -120,7 +116,7 @@ class FolderLocks:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Generator[None, None, None]:
-        """Mark a version's folder as being read during the block, if the store is writable."""
+        """Mark a version as being read during the block, if the store is writable."""
         if self._folder is None:
             yield
             return
@@ -138,7 +134,6 @@ class FolderLocks:
 
         The mtime of this process's lock is the current time. Without the lock no mark is expired.
         """
-        # 0: no mark is expired
         marked = set[str]()
         now = 0.0
         if self._lock:
@@ -154,10 +149,7 @@ class FolderLocks:
 
 
 def _may_be_running(owner: Mapping[str, Any]) -> bool:
-    """Whether the owner of a lock is another process, which may still be running.
-
-    The start time distinguishes a process from a later one with the same pid.
-    """
+    """Whether the owner of a lock is another process, which may still be running."""
     pid = int(owner["pid"])
     if owner.get("pid_space") != _pid_space():
         return True
@@ -173,8 +165,7 @@ def _may_be_running(owner: Mapping[str, Any]) -> bool:
 def _pid_space() -> str:
     """What all processes among which a pid is unique have in common.
 
-    On Linux the boot and the PID namespace: containers on several machines can have the same host
-    name, and in each pid 1 is another process.
+    On Linux the boot and the PID namespace: in each container, pid 1 is another process.
     """
     if sys.platform == "linux":
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -183,7 +174,7 @@ def _pid_space() -> str:
 
 
 def _start_of(pid: int) -> float:
-    """When a process started, independent of later changes of the clock.
+    """When a process started; distinguishes it from a later one with the same pid.
 
     On Linux in clock ticks since the boot, because psutil computes a time from the clock. Raises
     PermissionError, and ProcessLookupError or FileNotFoundError if the process has ended.

@@ -1,8 +1,7 @@
 """Weight publisher of the trainer: a thread writes copies of the weights as versions.
 
 The trainer waits only until a copy (a snapshot) is made. If the store is slow, a newer snapshot
-replaces the waiting one, so versions are skipped and training never waits. Old versions are
-removed.
+replaces the waiting one, so versions are skipped and training never waits.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ from peralta_zmq.weights import delta, tensor_set
 from peralta_zmq.weights.store import Base, WeightStore
 from peralta_zmq.weights.version import Version, folder_name
 
-MAX_OBSOLETE_VERSIONS = 64  # kept for slow readers; the oldest beyond these are removed at once
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which versions are not obsolete, and for how long obsolete versions are kept."""
-
     last: int = 3  # number of newest versions, which are not obsolete
     interval: int | None = None  # multiples of this number are not obsolete either
-    seconds: float = 0.0  # up to MAX_OBSOLETE_VERSIONS obsolete ones are kept at least this long
+    seconds: float = 0.0  # for which obsolete versions are kept, for slow readers
+    max_obsolete: int = 64  # the oldest beyond these are removed at once
 
 
 KEEP_LAST_THREE = Retention()
@@ -67,9 +64,8 @@ class PublishReport:
 
 
 class WeightPublisher:
-    """Owns the publishing thread. Use with `closing`.
+    """Owns the publishing thread, and one that renews the publisher lock. Use with `closing`.
 
-    A second thread renews the publisher lock, also while a version takes long to write.
     `moves_snapshots`, if memory is short, moves snapshots to a temporary file and returns freed
     memory to the system, which lengthens steps.
     """
@@ -271,10 +267,7 @@ def copy_weights(
 def _copy_tensor(
     tensor: torch.Tensor, buffer: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A copy in CPU memory, pinned for a GPU tensor so that the copy does not block.
-
-    torch keeps pinned memory that is freed for the next copy.
-    """
+    """A copy in CPU memory, pinned for a GPU tensor so that the copy does not block."""
     tensor = tensor.detach()
     if buffer is None or buffer.shape != tensor.shape:
         buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
@@ -351,7 +344,6 @@ class VersionWriter:
         self._unlimited.set()
 
     def _next_base(self, version: Version, tensors: Tensors) -> Base | None:
-        """This version as the base of a delta; None if the next one must be a keyframe."""
         if version.depth + 1 >= self._keyframe_interval:
             return None
         reason = delta.reason_against(tensors)
@@ -419,7 +411,10 @@ class Pruner:
         return [
             number
             for rank, number in enumerate(obsolete)
-            if (now - self._obsolete_since[number] >= keep_seconds or rank >= MAX_OBSOLETE_VERSIONS)
+            if (
+                now - self._obsolete_since[number] >= keep_seconds
+                or rank >= self._retention.max_obsolete
+            )
             and folder_name(number) not in being_read
         ]
 

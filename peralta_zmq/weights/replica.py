@@ -2,9 +2,8 @@
 
 To update it, a generator reads a chain of versions from the store: the deltas since the replica's
 version, or the last keyframe and the deltas after it. The folder has the files that
-`from_pretrained` needs. While they are valid, it also has `replica.json` with two manifests: that
-of the replica's version has the digest of the weights, that of the last keyframe the hashes of the
-other files.
+`from_pretrained` needs. While they are valid, it also has `replica.json` with the manifests of its
+version and of the last keyframe.
 
 The files of a keyframe are fsynced. The changes of a delta are not, because that could write all
 weights to the disk at every step: after a power cut the next start detects damage by the digest.
@@ -168,7 +167,6 @@ def _manifest_text(version: Version) -> str:
 
 
 def _parse_manifest(text: str) -> Version:
-    """The version with this manifest.json. Raises an exception of MALFORMED."""
     content = text.encode()
     stable = hashlib.sha256(content).hexdigest().encode()
     manifest = atomic_files.parse_manifest(content, stable=stable, where=STATE)
@@ -193,10 +191,7 @@ def locked_folder(folder: Path) -> Generator[Path, None, None]:
 
 
 def _fetch(store: WeightStore, version: Version, target: Path) -> None:
-    """Copy and verify all files of a version. Fsyncs those of a keyframe.
-
-    They stay in the replica.
-    """
+    """Copy and verify all files of a version; those of a keyframe stay and are fsynced."""
     target.mkdir(parents=True)
     for name in version.manifest.files:
         (target / name).parent.mkdir(exist_ok=True)

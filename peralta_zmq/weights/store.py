@@ -2,11 +2,8 @@
 
 The manifest of a version has the field `result`, the digest of its weights; that of a delta also
 has `base`, the `result` of its parent. A reader of a delta needs the chain of versions from the
-last keyframe on.
-
-The writer hashes and fsyncs all files, writes `manifest.json` with their sizes and hashes, then
-`STABLE` with the hash of the manifest, and only then gives the folder its name. `find` and `newest`
-return only versions whose STABLE has the hash of the manifest; `read` verifies the other files.
+last keyframe on. `find` and `newest` return only versions whose STABLE has the hash of the
+manifest; `read` verifies the other files.
 """
 
 from __future__ import annotations
@@ -25,10 +22,8 @@ from peralta_zmq import atomic_files, errors
 from peralta_zmq.atomic_files import Content, CorruptError, failpoint
 from peralta_zmq.errors import ChainError, OutageError, StoreError, failure_text
 from peralta_zmq.weights import delta, tensor_set
-from peralta_zmq.weights.backends import LocalBackend, StorageBackend, read_small
-from peralta_zmq.weights.http_backend import HttpBackend
+from peralta_zmq.weights.backends import StorageBackend, open_backend, read_small
 from peralta_zmq.weights.locks import LOCK_SECONDS
-from peralta_zmq.weights.object_store_backend import ObjectStoreBackend
 from peralta_zmq.weights.version import (
     DELTA_FILE,
     FORMAT,
@@ -43,23 +38,8 @@ from peralta_zmq.weights.version import (
 # Failed verifications until a version is quarantined (treated as missing for the rest of the
 # process); a NAS may return stale pages once or twice.
 MAX_MISMATCHES = 3
-# Known invalid versions that each call of `newest` checks again: a NAS may show their files late.
-MAX_RECHECKS = 100
 Base: TypeAlias = tuple[Version, Mapping[str, torch.Tensor]]  # parent of a delta, its weights
 Stream: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]  # wraps the pieces of a file
-
-
-def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
-    """Open a folder, http://HOST:PORT or s3://BUCKET/PREFIX.
-
-    At http://HOST:PORT a trainer serves its weights folder (weights.serve_port); `token` is the
-    password. Raises ConfigError for another scheme, or if the library for S3 is not installed.
-    """
-    if "://" not in address:
-        return LocalBackend(Path(address).expanduser())
-    if address.startswith("s3://"):
-        return ObjectStoreBackend(address)
-    return HttpBackend(address, token=token)
 
 
 class WeightStore:
@@ -70,6 +50,7 @@ class WeightStore:
         self.min_number = 0  # of the next version: above those that were published and are gone
         self._mismatches: Counter[str] = Counter()  # failed verifications, by weights_id
         self._invalid: set[int] = set()  # listed numbers without a valid version of this run
+        self.max_rechecks = 100  # invalid versions that each call of `newest` checks again
         self.last_error = ""  # why `newest` could not read the store, or a newer version
 
     @classmethod
@@ -79,7 +60,6 @@ class WeightStore:
 
     @property
     def address(self) -> str:
-        """Folder or URL."""
         return self.backend.address
 
     @property
@@ -100,8 +80,8 @@ class WeightStore:
 
         `known`: the run has claimed the store before; `create`: create the store if it is missing.
         Raises StoreError if the store belongs to another run, or if a new one cannot be written;
-        OutageError (try again later) if a known one cannot be written or is missing, or if another
-        trainer has the lock.
+        OutageError if a known one cannot be written or is missing, or if another trainer has the
+        lock.
         """
         try:
             owner = _read_run_id(self.backend)
@@ -182,10 +162,7 @@ class WeightStore:
     # Reading.
 
     def newest(self) -> Version | None:
-        """The newest complete version of this run; None if there is none or listing fails.
-
-        Of the versions that were invalid at earlier calls, checks only MAX_RECHECKS again.
-        """
+        """The newest complete version of this run; None if there is none or listing fails."""
         self.last_error = ""
         try:
             run_id = _read_run_id(self.backend)
@@ -194,7 +171,8 @@ class WeightStore:
             self._invalid &= set(numbers)
             for number in reversed(numbers):
                 rechecks += number in self._invalid
-                if number in self._invalid and rechecks > MAX_RECHECKS:
+                # A NAS may show files late, but checking thousands again would take long.
+                if number in self._invalid and rechecks > self.max_rechecks:
                     continue
                 version = self.find(number)
                 if version is not None and version.run_id == run_id:
@@ -243,8 +221,8 @@ class WeightStore:
     def chain(self, version: Version, local: Version | None = None) -> list[Version]:
         """The versions to read in order to load `version`, oldest first.
 
-        From a keyframe or `local` on. Raises ChainError if a version is missing or quarantined, or
-        if a delta was computed from other weights than those of its parent.
+        They begin with a keyframe, or follow `local`. Raises ChainError if a version is missing or
+        quarantined, or if a delta was computed from other weights than those of its parent.
         """
         chain = [version]
         while (first := chain[-1]).kind == "delta":
@@ -269,8 +247,8 @@ class WeightStore:
     def read(self, version: Version, name: str) -> Iterator[bytes]:
         """A file of a version in chunks; its hash is verified at the end.
 
-        Raises StoreError if the version was removed, cannot be read (try again) or is corrupt;
-        ChainError if it does not have this file.
+        Raises StoreError if the version was removed, cannot be read or is corrupt; ChainError if it
+        does not have this file.
         """
         if version.run_id != self.run_id:
             raise StoreError(f"version {version.number} belongs to another run")
@@ -382,10 +360,7 @@ def _at_most(limit: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _read_resuming(backend: StorageBackend, path: str) -> Iterator[bytes]:
-    """A file in chunks.
-
-    Resumes after a connection error, unless the last attempt received nothing.
-    """
+    """A file in chunks; resumes after a connection error if some bytes were received."""
     received = 0
     previously_received = -1
     while True:

@@ -1,9 +1,8 @@
 """Weight subscription of a generator: a thread loads new weight versions and offers them.
 
 The generator polls for a loaded version, applies it to its engine, and then accepts or rejects it.
-Only the thread reads and writes files, so that an unresponsive mount blocks no other thread.
-
-A loaded version is complete (STABLE has the hash of the manifest) and verified: each file has the
+Only the thread reads and writes files, so that an unresponsive mount blocks no other thread. A
+loaded version is complete (STABLE has the hash of the manifest) and verified: each file has the
 size and sha256 of the manifest, the tensors have the digest that the trainer computed, and all are
 finite.
 """
@@ -29,8 +28,6 @@ from peralta_zmq.weights.replica import LocalReplica, locked_folder
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import Version
 
-JITTER = 0.2  # fraction of the polling interval, so that generators do not all poll at once
-SLOW_VERSIONS = 2  # in a row until a warning; not 1, because a single keyframe may be slow
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +82,7 @@ class WeightSubscriber:
 
     @property
     def store_error(self) -> str:
-        """Why newer weights cannot be read from the store; empty if they can, or there are none."""
+        """Why newer weights cannot be read; empty if they can, or there are none."""
         return self._loader.store_error[:MAX_REASON]
 
     def notify(self, number: int, weights_id: str = "") -> None:
@@ -119,7 +116,6 @@ class WeightSubscriber:
 
     @property
     def has_accepted(self) -> bool:
-        """Whether the engine has the weights of the accepted version."""
         return self._accepted is not None
 
     def offer_again(self) -> None:
@@ -170,10 +166,7 @@ class WeightSubscriber:
                 self._changed.notify_all()
 
     def _load(self, *, offline: bool) -> PendingWeights | None:
-        """Load the newest version, if it is new.
-
-        If `offline`, the replica of an earlier process.
-        """
+        """Load the newest version, if it is new; `offline`: the replica of an earlier process."""
         accepted = self._accepted  # read once, because the generator's thread may change it
         model = accepted.field("model") if accepted else None
         known = self._known_versions()
@@ -200,8 +193,9 @@ class WeightSubscriber:
 
     def _poll_interval(self) -> float:
         longest = self._poll_seconds if self._known_versions() else self._first_poll_seconds
-        # SystemRandom, because the run's seed may make `random` equal in all generators.
-        jitter = random.SystemRandom().uniform(1 - JITTER, 1 + JITTER)
+        # Jitter, so that generators do not all poll at once. SystemRandom, because the run's seed
+        # may make `random` equal in all generators.
+        jitter = random.SystemRandom().uniform(0.8, 1.2)
         return min(threading.TIMEOUT_MAX, jitter * min(longest, self._poll_seconds))
 
 
@@ -219,10 +213,9 @@ class VersionLoader:
         self.store_error = ""  # why the newest version cannot be read
 
     def announce(self, number: int, weights_id: str) -> bool:
-        """Record an announced version, to be loaded even if the store does not list it yet.
+        """Record an announced version; False if it was announced before.
 
-        Returns False if it was announced before. A version of this number with another weights_id
-        is refused; '' allows any.
+        A version of this number with another weights_id is refused; '' allows any.
         """
         if number < 0 or (number, weights_id) == self._announced:
             return False
@@ -232,10 +225,9 @@ class VersionLoader:
     def load_newest(
         self, known: Sequence[Version], model: str | None, before_change: Callable[[], None]
     ) -> PendingWeights | None:
-        """Load the newest version.
+        """Load the newest version; None if it is not newer than each `known` one, or not readable.
 
-        Returns None if it is not newer than each `known` one of its run. Also if it cannot be
-        loaded. `model` and `before_change` as in `LocalReplica.advance`.
+        `model` and `before_change` as in `LocalReplica.advance`.
         """
         while True:
             target = self._find_announced(known) or self._store.newest()
@@ -342,18 +334,18 @@ class ReadSpeedCheck:
 
     def __init__(self) -> None:
         self._previous: tuple[int, float] | None = None  # number and seen_at of a version
-        self._num_slow = 0  # slow versions in a row
+        self._num_slow = 0  # slow versions in a row; 1 may be a keyframe, 2 make a warning
 
     def add(self, number: int, seen_at: float, size: int, bytes_per_second: float) -> None:
         """Record that a version of `size` bytes, discovered at `seen_at`, was read."""
         previous = self._previous
         self._previous = (number, seen_at)
-        if previous is None or number <= previous[0] or self._num_slow >= SLOW_VERSIONS:
+        if previous is None or number <= previous[0] or self._num_slow >= 2:
             return
         step_seconds = max(1e-3, (seen_at - previous[1]) / (number - previous[0]))
         read_seconds = size / bytes_per_second
         self._num_slow = self._num_slow + 1 if read_seconds > step_seconds else 0
-        if self._num_slow == SLOW_VERSIONS:
+        if self._num_slow == 2:
             logger.warning(
                 f"this link cannot keep up: a version of {size / 1e6:.1f} MB takes "
                 f"{read_seconds:.1f} s at {bytes_per_second / 1e6:.2f} MB/s, a step "

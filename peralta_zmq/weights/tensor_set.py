@@ -26,7 +26,7 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F
 MAX_HEADER = 16 << 20  # bytes; enough for 100,000 tensors
 DTYPE_NAMES = {
     **{dtype: name for name, dtype in DTYPES.items()},
-    # of checkpoints: counters, states of random number generators and optimizers
+    # In checkpoints: counters, states of random number generators and optimizers.
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16"},
     **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
@@ -68,7 +68,6 @@ def set_digest(checksums: Mapping[str, int], specs: Mapping[str, Spec]) -> str:
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The crc32 of each tensor's bytes."""
     return {name: crc32(_bytes_of(tensors[name])) for name in tensors}
 
 
@@ -121,7 +120,7 @@ def copy_set(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
 
 
 def temporary_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy of a set, of one dtype and not empty, as views of a temporary file without a name.
+    """A copy of a set of one dtype, as views of a temporary file without a name.
 
     Raises OSError, also if less than twice the size of the set is free.
     """

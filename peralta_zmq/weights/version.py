@@ -16,8 +16,8 @@ from peralta_zmq.atomic_files import MAX_COMPANION, MAX_COMPANIONS, CorruptError
 WEIGHTS_FILE, DELTA_FILE = "model.safetensors", "delta.bin"
 RUN_FILE = "RUN.json"  # names the run that owns a weight store
 VERSION_NAME = re.compile(r"step_\d{8}")
-MAX_NUMBER = 99_999_999  # of a version
-FORMAT = 2  # number of the manifest's format
+MAX_NUMBER = 99_999_999  # eight digits
+FORMAT = 2  # format of the manifest
 # Integer fields of the manifest with their defaults; None: the field is required.
 INTEGER_FIELDS = {"number": None, "step": None, "parent": -1, "depth": 0, "lineage": 0}
 # Optional text fields. model: fingerprint of the tensor names and shapes. result: digest of this

@@ -36,7 +36,7 @@ def round_trip(
     new: dict[str, torch.Tensor],
     *,
     piece_size: int = delta.CHUNK,
-    dense: float = delta.DENSE,
+    dense: float = 0.5,
 ) -> int:
     """Size of the delta; checks that it turns `old` into `new`."""
     checksums: dict[str, int] = {}

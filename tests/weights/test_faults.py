@@ -23,7 +23,7 @@ from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica
-from peralta_zmq.weights.store import MAX_RECHECKS, WeightStore
+from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.version import WEIGHTS_FILE, folder_name
 
 PACKAGE = Path(__file__).parents[2] / "peralta_zmq"
@@ -212,5 +212,5 @@ def test_newest_rechecks_few_invalid_versions(
     assert store.newest() == good
     assert len(opened) == count + 1
     assert store.newest() == good
-    assert len(opened) <= count + 1 + MAX_RECHECKS + 1
+    assert len(opened) <= count + 1 + store.max_rechecks + 1
     assert cpu_seconds(store.newest) < 0.2

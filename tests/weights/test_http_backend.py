@@ -19,9 +19,10 @@ from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.http_server import HttpServer
+from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.server import serve_weights
-from peralta_zmq.weights.store import WeightStore, open_backend
+from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import ReadSpeedCheck, WeightSubscriber
 from peralta_zmq.weights.version import folder_name
 

@@ -60,7 +60,7 @@ def create_bucket(server: subprocess.Popen[bytes], address: str) -> None:
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> WeightStore:
-    from peralta_zmq.weights.object_store_backend import ObjectStoreBackend
+    from peralta_zmq.weights.backends import ObjectStoreBackend
 
     address = f"file://{tmp_path}/bucket"
     (tmp_path / "bucket").mkdir()

@@ -19,7 +19,6 @@ from weight_sets import COMPANIONS, loaded, names_in, publish, publish_chain, sa
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.backends import MAX_SMALL_FILE
 from peralta_zmq.weights.replica import LocalReplica, load_version
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.tensor_set import FileTensors
@@ -260,7 +259,7 @@ def test_third_mismatch_quarantines_a_version(store: WeightStore, replica: Local
         {"kind": "keyframe"}, {"files": []}, {"result": 5}, {"base": []}, {"model": {}},
         {"run_id": 3}, {"lineage": 0.5}, {"step": 10**400}, {"step": 2**31}, {"lineage": 2**31},
         {"depth": 2**31}, {"files": [{"name": DELTA_FILE, "bytes": 2**63, "sha256": ""}]},
-        {"unknown": "x" * MAX_SMALL_FILE},
+        {"unknown": "x" * (256 << 10)},
     ],
 )  # fmt: skip
 def test_inconsistent_manifest_is_ignored(store: WeightStore, fields: dict[str, Any]) -> None:
