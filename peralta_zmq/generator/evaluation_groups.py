@@ -54,7 +54,6 @@ class EvaluationGroups:
 
     @property
     def _due_step(self) -> int | None:
-        """Policy step of an announced evaluation in which this generator has to take part."""
         announcement = self._link.announcement
         step = None if announcement is None else announcement.evaluation_step
         if step is None or step > self._weights.version.step:
@@ -66,14 +65,11 @@ class EvaluationGroups:
         return self._held_out is not None
 
     def repeat(self) -> None:
-        """Take part in the announced evaluation again; none is running."""
+        """Take part in the announced evaluation again."""
         self._step = None
 
     def submit_due(self, sampler: Sampler) -> None:
-        """Begin an evaluation that is due, and start as many groups as may be started now.
-
-        It begins when no training group is in the engine.
-        """
+        """Begin a due evaluation when no training group is in the engine; start its groups."""
         if self._held_out is None:
             step = self._due_step
             self._training.is_paused = step is not None
@@ -88,7 +84,7 @@ class EvaluationGroups:
             self._start_groups(sampler, self._held_out)
 
     def take(self, ended: Collection[Group]) -> list[SampledGroup]:
-        """Remove the evaluation's groups among those that have ended, and begin to score them."""
+        """Remove the evaluation's groups among those that have ended; begin to score them."""
         sampled: list[SampledGroup] = []
         for group in ended:
             if self._held_out is not None and group in self._groups:
@@ -141,7 +137,7 @@ class EvaluationGroups:
         return held_out
 
     def _start_groups(self, sampler: Sampler, held_out: Environments) -> None:
-        """Start as many groups as may be started now; ends the evaluation after the last one."""
+        """Start as many groups as may be started; end the evaluation after the last one."""
         announcement = self._link.announcement
         may_end = announcement is None or announcement.evaluation_step != self._step
         while not may_end and self._has_room(sampler, held_out):

@@ -39,9 +39,8 @@ def run(config: Config) -> None:
     """Sample, score and send groups until the trainer announces the end of the run.
 
     After a failed allocation it starts again with half the slots, and with the settings of another
-    run when the weights belong to it; both give up the groups in flight. Raises ConfigError,
-    StoreError (no weights in time), TaskError (unusable problems), WireError (the trainer refuses
-    the keys) and OutOfMemoryError (with one slot).
+    run when the weights belong to it. Raises ConfigError, StoreError (no weights in time),
+    TaskError (unusable problems), WireError (the trainer refuses the keys) and OutOfMemoryError.
     """
     while True:
         try:
@@ -221,8 +220,8 @@ class Generator:
 
         Weights with non-finite logits are quarantined, and the groups in flight dropped. An engine
         whose process failed gets the newest weights again, and resumes the training groups, except
-        those of an earlier failure: they may be the cause. The MAX_ENGINE_FAILURES-th failure
-        without a group in between is raised.
+        those of an earlier failure. The MAX_ENGINE_FAILURES-th failure without a group in between
+        is raised.
         """
         version = self._weights.version
         sampler = self._sampler

@@ -21,16 +21,11 @@ from peralta_zmq.observe.terminal import WaitReport
 from peralta_zmq.rollout import RolloutGroup, sender_of
 
 SILENCE_SECONDS = 30.0  # without an announcement before it is reported
-SLOWEST_LINK = 125_000  # bytes/s (1 Mbit/s) of the slowest link; a large group takes seconds
-RESEND_SECONDS = 2.0  # between two resends, so that the first can be acknowledged
-LOST_SECONDS = 5.0  # send groups again if the trainer has not received one for so long
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """The three sockets to the trainer, and the address to which they are connected."""
-
     announcements: wire.AnnouncementSubscriber
     rollouts: wire.RolloutSender
     statuses: wire.GeneratorStatusSender
@@ -41,8 +36,7 @@ class Sockets:
 class Throughput:
     """Counts of one interval of time; an interval ends at the first status after a finished group.
 
-    So an interval of a slow generator covers the whole time of a group, not only that between two
-    statuses.
+    So an interval of a slow generator covers the whole time of a group.
     """
 
     num_tokens: int = 0  # generated tokens in finished groups
@@ -51,7 +45,6 @@ class Throughput:
     started: float = field(default_factory=time.monotonic)  # begin of the interval
 
     def plus(self, later: Throughput) -> Throughput:
-        """Return the counts of this interval and the next one."""
         return Throughput(
             self.num_tokens + later.num_tokens,
             self.idle_seconds + later.idle_seconds,
@@ -94,18 +87,13 @@ class TrainerConnection:
         self.num_resumed = 0
         self.is_run_complete = False
         self._started = time.monotonic()
-        self._silence_reported = float("-inf")
         self._silence = WaitReport(logger.info)
         self._full_queue = WaitReport(logger.info)
         self._full_since: float | None = None  # monotonic seconds; None: the send queue has room
-        self._full_reported = 0.0
         self.start_run(incarnation)
 
     def start_run(self, incarnation: bytes | None = None) -> None:
-        """Begin a run: drop groups and sample ranges of the previous run; number groups from 0.
-
-        Without an `incarnation`, draw a new one.
-        """
+        """Begin a run with a new incarnation: drop groups and sample ranges of the previous one."""
         self.incarnation = incarnation or os.urandom(8)
         self.ranges = HeldRanges()
         self.outbox = Outbox(sender_of(self.name, self.incarnation), limit=self._outbox_limit)
@@ -119,13 +107,13 @@ class TrainerConnection:
     def send(self, group: RolloutGroup) -> None:
         """Put a group into the outbox; `exchange` sends it.
 
-        A group that cannot be encoded is dropped. A later group tells the trainer so by its
-        `min_group_number`.
+        A group that cannot be encoded is dropped; the `min_group_number` of a later one reports it.
         """
-        newest = f" newest={group.newest_step}" if group.newest_step > group.policy_step else ""
-        step = group.evaluation_step
-        evaluated = "" if step is None else f" evaluation_step={step}"
-        facts = f"step={group.policy_step} weights_id={group.weights_id}{newest}{evaluated}"
+        facts = f"step={group.policy_step} weights_id={group.weights_id}"
+        if group.newest_step > group.policy_step:
+            facts += f" newest={group.newest_step}"
+        if group.evaluation_step is not None:
+            facts += f" evaluation_step={group.evaluation_step}"
         logger.debug("made group=%s %s", group.name, facts)
         failpoint("generator.made")  # tests can crash the process here
         try:
@@ -140,8 +128,8 @@ class TrainerConnection:
     def exchange(self, *, timeout: float = 0.0, is_idle: bool = False) -> None:
         """Send a due status and the groups that are due; receive announcements.
 
-        All sockets are served here. Waits up to `timeout` seconds for a new announcement; if
-        `is_idle`, because no group could be started.
+        All sockets are served here. Waits up to `timeout` seconds for a new announcement;
+        `is_idle`: because no group could be started.
         """
         started = time.monotonic()
         must_request = self.ranges.needs_range and not self.ranges.is_requested
@@ -193,8 +181,7 @@ class TrainerConnection:
     def _measure(self) -> tuple[Throughput, float]:
         """Return the counts of the last interval, and its seconds, for the next status.
 
-        If no group has finished since then, for longer than the interval was, the time since then
-        is added.
+        Once the time without a finished group since then is longer, it is added.
         """
         counts = self.throughput
         seconds = max(time.monotonic() - counts.started, 1e-3)
@@ -207,8 +194,6 @@ class TrainerConnection:
             return (finished.plus(counts), length + seconds) if is_long else self._finished
         return counts, seconds
 
-    # Called by `exchange`.
-
     def _send_groups(self) -> None:
         """Send the queued groups as far as the socket has room; report one that is full for long.
 
@@ -219,11 +204,9 @@ class TrainerConnection:
             timeout = 0.005 if self._full_since is None else 0.0
             if not self._sockets.rollouts.send(frame, timeout=timeout):
                 now = time.monotonic()
-                if self._full_since is None:
-                    self._full_since = self._full_reported = now
-                if now - self._full_reported > REPORT_SECONDS:
-                    self._full_reported = now
-                    seconds = now - self._full_since
+                self._full_since = self._full_since or now
+                seconds = now - self._full_since
+                if seconds > REPORT_SECONDS:
                     text = f"waiting for the trainer to take a group ({seconds:.0f} s)"
                     self._full_queue.show(text)
                 return
@@ -260,19 +243,16 @@ class TrainerConnection:
     def _check_silence(self) -> None:
         """Report a silent trainer; the run is complete if the weights are those of the last step.
 
-        This process may miss the announcements of the end (`done`), which the trainer sends only
-        shortly before it exits.
+        This process may miss the announcements of the end (`done`).
         """
-        now = time.monotonic()
-        seconds = now - max(self._sockets.announcements.received_at, self._started)
+        last = max(self._sockets.announcements.received_at, self._started)
+        seconds = time.monotonic() - last
         if seconds <= self.silence_seconds:
             return self._silence.hide()
-        if now - self._silence_reported > REPORT_SECONDS:
-            self._silence_reported = now
-            self._silence.show(
-                f"no announcement from the trainer for {seconds:.0f} s; keeping finished groups "
-                "until it returns"
-            )
+        self._silence.show(
+            f"no announcement from the trainer for {seconds:.0f} s; keeping finished groups "
+            "until it returns"
+        )
         if self._weights.version.step >= self._max_steps:
             self.is_run_complete = True
 
@@ -280,13 +260,22 @@ class TrainerConnection:
 class Outbox:
     """Up to `limit` encoded groups (frames) of one incarnation that are not durable."""
 
-    def __init__(self, sender: str, *, limit: int = 64) -> None:
+    def __init__(
+        self,
+        sender: str,
+        *,
+        limit: int = 64,
+        resend_seconds: float = 2.0,  # between two resends, so that the first can be acknowledged
+        lost_seconds: float = 5.0,  # until groups that the trainer does not receive are resent
+    ) -> None:
         self.sender = sender  # 'NAME/INCARNATION', as in announcements
         self.next_group_number = 0  # also the number of finished groups
         self.num_lost = 0  # groups dropped because the outbox was full or encoding failed
         self.num_resent = 0  # groups sent again
         self.must_resend = False  # send all frames again that the trainer has not received
         self._limit = limit
+        self._resend_seconds = resend_seconds
+        self._lost_seconds = lost_seconds
         self.frames: dict[int, bytes] = {}  # by group number, ascending
         self._queue: deque[int] = deque()  # numbers of the frames to send, ascending
         self._num_consumed = 0  # groups in started training steps, or dropped by the trainer
@@ -322,12 +311,12 @@ class Outbox:
     def unreceived_seconds(self) -> float:
         """Seconds in which the trainer could have received a frame, but did not.
 
-        Less the time that the oldest unreceived frame may take over the slowest link.
+        Less the time that the oldest unreceived frame takes over a link of 1 Mbit/s.
         """
         unreceived = (
             frame for number, frame in self.frames.items() if number >= self._num_received
         )
-        return self._unreceived_seconds - len(next(unreceived, b"")) / SLOWEST_LINK
+        return self._unreceived_seconds - len(next(unreceived, b"")) / 125_000  # bytes/s
 
     def has_room(self, num_unfinished: int) -> bool:
         """Whether one more group fits, besides `num_unfinished` groups in the engine."""
@@ -393,18 +382,15 @@ class Outbox:
     def queue_lost(self) -> None:
         """Queue the frames that were probably lost, to be sent again.
 
-        All unreceived frames
-
-        - if `must_resend` is set: the trainer has restarted, or the connection was opened again;
-        - if the trainer has not received one for LOST_SECONDS although it could, at most once in
-          this time.
-
-        Otherwise, every RESEND_SECONDS, those below the newest frame that the trainer has received.
+        These are all unreceived frames if `must_resend` is set (the trainer has restarted, or the
+        connection was opened again), or if the trainer has received none for `lost_seconds`
+        although it could. Otherwise, every `resend_seconds`, those below the newest frame that it
+        has received.
         """
         elapsed = time.monotonic() - self._resent_at
-        if self.must_resend or min(elapsed, self.unreceived_seconds) > LOST_SECONDS:
+        if self.must_resend or min(elapsed, self.unreceived_seconds) > self._lost_seconds:
             below = self.next_group_number
-        elif elapsed >= RESEND_SECONDS:
+        elif elapsed >= self._resend_seconds:
             below = self._announcement.received_end.get(self.sender, 1) - 1
         else:
             return
@@ -422,7 +408,7 @@ class Outbox:
 
 
 class HeldRanges:
-    """The sample ranges of one sender (a start of a generator), which draws them in order."""
+    """The sample ranges of one start of a generator, which draws them in order."""
 
     def __init__(self) -> None:
         self.next_index = 0  # greater than every sample index that was granted or drawn

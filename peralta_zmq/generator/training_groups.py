@@ -30,10 +30,6 @@ from peralta_zmq.generator.trainer_connection import SILENCE_SECONDS, HeldRanges
 from peralta_zmq.generator.weight_sync import ServedWeights
 from peralta_zmq.rollout import Problem
 
-# A generator at its limit starts a group after this time if the trainer waits for groups and has
-# received all of this one; otherwise after SILENCE_SECONDS.
-STARVED_SECONDS = 0.25
-RANGE_TIMEOUT = 30.0  # without a range, while the trainer waits, before the static share is drawn
 logger = logging.getLogger(__name__)
 
 
@@ -72,7 +68,6 @@ class TrainingGroups:
         self.start_run()
 
     def start_run(self) -> None:
-        """Begin with the problems and random numbers of a run."""
         config = self._config
         link = self._link
         self._samples = sample_problems(
@@ -95,7 +90,7 @@ class TrainingGroups:
             self._pacer.record_start()
 
     def take(self, ended: Collection[Group]) -> list[SampledGroup]:
-        """Remove the training groups among those that have ended, and begin to score them."""
+        """Remove the training groups among those that have ended; begin to score them."""
         own = [group for group in ended if group in self.groups]
         self.groups = [group for group in self.groups if group not in own]
         return [
@@ -113,10 +108,7 @@ class TrainingGroups:
         return self._drop(self.groups, sampler)
 
     def drop_failed(self, sampler: Sampler) -> int:
-        """After a failure of the engine, drop the groups that an earlier one interrupted, too.
-
-        They may be the cause. Returns their number.
-        """
+        """Drop the groups that an earlier failure interrupted, too: they may be the cause."""
         num_dropped = self._drop([each for each in self.groups if each in self._failed], sampler)
         self._failed = list(self.groups)
         return num_dropped
@@ -138,7 +130,6 @@ class TrainingGroups:
         )
 
     def _drop_stale(self, sampler: Sampler) -> None:
-        """Drop the interrupted groups that the trainer would drop as stale."""
         announcement = self._link.announcement or wire.Announcement("")
         newest_step = max(announcement.started_step, self._weights.version.step)
         oldest_step = newest_step - self._config.train.staleness_limit
@@ -160,12 +151,13 @@ def sample_problems(
     *,
     sender: str,
     announcement: Callable[[], wire.Announcement | None],
-    range_timeout: float = RANGE_TIMEOUT,
+    range_timeout: float = 30.0,
 ) -> Iterator[Problem | None]:
     """This generator's endless sequence of training problems; None while it waits for a range.
 
-    `sender` is its name in messages; `announcement` returns the newest announcement. Raises
-    ConfigError if the trainer has other problems.
+    `sender` is its name in messages; `announcement` returns the newest announcement. After
+    `range_timeout` seconds in which the trainer waited and granted no range, the sequence is the
+    static share. Raises ConfigError if the trainer has other problems.
     """
 
     def is_excluded(position: int) -> bool:
@@ -195,11 +187,7 @@ def _sample_indices(
     announcement: Callable[[], wire.Announcement | None],
     range_timeout: float,
 ) -> Iterator[int | None]:
-    """Yield the granted sample indices; None while there are none.
-
-    After `range_timeout` seconds without a range, yield the static share from the next sample index
-    that the trainer announces.
-    """
+    """Yield the granted sample indices, or the static share; None while there are none."""
     share: Iterator[int] | None = None
     waited = 0.0  # seconds in which the trainer waited for groups, by announcements up to `last`
     last = announcement()
@@ -247,9 +235,12 @@ class SamplingPacer:
     its pending groups a generator computes in which step its next group will be trained, if each of
     n suppliers (generators with groups in the newest steps) supplies one n-th of a step. A
     generator that is no supplier counts the live ones instead, so that invented senders do not slow
-    a supplier down. At the limit it starts a group after STARVED_SECONDS or SILENCE_SECONDS: a
-    crashed generator or a lost announcement must not block the others. With `follow_step_size` the
-    number of groups in the newest step replaces `groups_per_step`.
+    a supplier down.
+
+    A crashed generator or a lost announcement must not block the others: at the limit it starts a
+    group after `silence_seconds`, and after `starved_seconds` if the trainer waits for groups and
+    has received all of this generator. With `follow_step_size` the number of groups in the newest
+    step replaces `groups_per_step`.
     """
 
     def __init__(
@@ -261,7 +252,9 @@ class SamplingPacer:
         steps_per_version: int = 1,
         follow_step_size: bool = False,
         silence_seconds: float = SILENCE_SECONDS,
+        starved_seconds: float = 0.25,
     ) -> None:
+        self._starved_seconds = starved_seconds
         self._groups_per_step = groups_per_step
         self._follow_step_size = follow_step_size
         self._name = name
@@ -286,7 +279,7 @@ class SamplingPacer:
         """
         announcement = announcement or wire.Announcement("")  # default values: nothing has started
         starved = announcement.waiting and not num_unreceived
-        limit = STARVED_SECONDS if starved else self._silence_seconds
+        limit = self._starved_seconds if starved else self._silence_seconds
         if time.monotonic() - self._last_start > limit:
             return True
         groups_per_step = self._groups_per_step
@@ -307,5 +300,4 @@ class SamplingPacer:
         return staleness <= self._max_async_level
 
     def record_start(self) -> None:
-        """Record that a group was started, which restarts the time limits."""
         self._last_start = time.monotonic()

@@ -1,9 +1,7 @@
 """Weights of a generator: start the engine with a version, then apply newer versions to it.
 
 WeightSubscriber offers the newest verified version. A version that the engine rejects is
-quarantined: this process does not use it again. The lineage of a version counts the roll-backs of
-the run to an older checkpoint; its field `result` is the hash of the weights, and its weights_id
-that of the manifest.
+quarantined: this process does not use it again.
 """
 
 from __future__ import annotations
@@ -60,26 +58,21 @@ class ServedWeights:
 
     @property
     def needs_keyframe(self) -> bool:
-        """Whether a delta is missing that the newest version needs: only a keyframe helps."""
         return self._subscriber.wants_keyframe
 
     @property
     def store_error(self) -> str:
-        """Why newer weights cannot be read; empty if they can."""
         return self._subscriber.store_error
 
     def weights_id_of(self, step: int) -> str:
-        """The weights_id of the version with this policy step, which the engine must have used."""
         return self._weights_ids[step]
 
     def poll_for(self, announcement: wire.Announcement) -> None:
-        """Poll the store for the announced version now, instead of at the next regular poll."""
         if announcement.version is not None:
             self._subscriber.notify(announcement.version, announcement.weights_id)
 
     @property
     def are_applied(self) -> bool:
-        """Whether the engine has weights."""
         return self._subscriber.has_accepted
 
     def request_again(self) -> None:
@@ -95,8 +88,8 @@ class ServedWeights:
 
         Returns Obsolete if the version belongs to another run or follows a roll-back, i.e. has
         another lineage or no higher policy step, unless its weights are equal. A failure for
-        another reason than the weights is retried every REPORT_SECONDS. Raises SettingsChangedError
-        for another run with other settings.
+        another reason than the weights is retried. Raises SettingsChangedError for another run with
+        other settings.
         """
         must_wait = num_in_flight > 0 and self._between_groups
         self.is_draining = must_wait and self._subscriber.poll() is not None
@@ -234,8 +227,7 @@ def open_engine(
 def waiting_text(address: str, seconds: float, store: str, *, answers: bool, why: str = "") -> str:
     """The log message of a generator without weights: what is missing, and the remedy.
 
-    `answers`: the trainer's address accepts TCP connections. `why`: the reason if the store cannot
-    be read.
+    `answers`: the trainer's address accepts TCP connections. `why`: why the store cannot be read.
     """
     files = files_given()
     start = f"waiting for trainer {address} ({seconds:.0f} s)"

@@ -264,9 +264,13 @@ class WaitReport:
         self._logged_at = -math.inf  # monotonic seconds
         self._kind = ""  # kind of the latest log line
         self._is_waiting = False
+        self._shown = ""  # the latest text
 
     def show(self, text: str) -> None:
-        """Report the wait; call this every few seconds."""
+        """Report the wait; call this at any rate with its seconds as a whole number."""
+        if self._is_waiting and text == self._shown:
+            return
+        self._shown = text
         now = time.monotonic()
         kind = _without_numbers(text)
         is_due = now - self._logged_at >= WAIT_LOG_SECONDS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from paced_runs import LIMITS, RUNS, STEPS, paced
 
-from peralta_zmq.generator.training_groups import SILENCE_SECONDS, STARVED_SECONDS, SamplingPacer
+from peralta_zmq.generator.training_groups import SILENCE_SECONDS, SamplingPacer
 from peralta_zmq.wire import Announcement
 
 
@@ -115,7 +115,7 @@ def test_supplier_counts_only_suppliers(name: str, suppliers: list[str], groups:
 
 def test_pacer_gives_a_starved_or_silent_trainer_one_more_group(clock: list[float]) -> None:
     pacer = SamplingPacer(16, name="g0", max_async_level=1)
-    clock[0] += STARVED_SECONDS + 0.1
+    clock[0] += 0.35
     assert num_allowed(pacer, started_step=2) == 0
     assert num_allowed(pacer, started_step=2, waiting=True) == 1
     clock[0] += SILENCE_SECONDS - 0.1

@@ -14,7 +14,7 @@ from sockets import ANYWHERE, eventually
 from peralta_zmq import wire
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.trainer_connection import Sockets
-from peralta_zmq.generator.training_groups import RANGE_TIMEOUT, sample_problems
+from peralta_zmq.generator.training_groups import sample_problems
 from peralta_zmq.rollout import Problem
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
@@ -48,7 +48,7 @@ class Scene:
         self.connection.start_run()
         self._problems = self._sample_problems()
 
-    def _sample_problems(self, range_timeout: float = RANGE_TIMEOUT) -> Iterator[Problem | None]:
+    def _sample_problems(self, range_timeout: float = 30.0) -> Iterator[Problem | None]:
         return sample_problems(
             self._opened.config, self._opened.environments, self.connection.ranges,
             sender=self.connection.outbox.sender,
