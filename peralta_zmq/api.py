@@ -63,8 +63,6 @@ Reward: TypeAlias = "str | Callable[..., Any]"
 INPUTS = "inputs"  # folder in the run folder with the rows, the function and the settings
 SETTINGS, PID = "settings.toml", "pid"
 LOG = Path("logs") / "run.log"  # in the run folder: output of the trainer and the supervisor
-POLL_SECONDS = 0.2
-STOP_SECONDS = 90.0  # for a trainer to finish its step and save
 # `score` is the object that was pickled, so that its name and its parameters are those of the user.
 LOADER = """\
 from pathlib import Path
@@ -126,10 +124,7 @@ def train(
 
 
 def load_run(folder: str | PathLike[str]) -> Run:
-    """Return the run in a folder, or with a name in `runs`, whether it is running or has ended.
-
-    Raises ConfigError if there is no run.
-    """
+    """Return the run in a folder, or with a name in `runs`. Raises ConfigError if there is none."""
     for place in (Path(folder), Path("runs") / folder):
         if (place / RESOLVED).is_file():
             return Run(place)
@@ -195,7 +190,6 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps were taken."""
         return newest_session(read_rows(self.folder / EVENTS)).is_complete
 
     @property
@@ -232,7 +226,7 @@ class Run:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{self.folder} still runs after {timeout:g} s")
                 if not is_over:
-                    time.sleep(POLL_SECONDS)
+                    time.sleep(0.2)
             terminal.stall(self.verdict, now=time.time())  # of the whole run
         if self._process is not None and self._process.returncode:
             raise RunError(_last_lines(self.folder, self._first_byte))
@@ -253,7 +247,7 @@ class Run:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         try:
-            process.wait(STOP_SECONDS)
+            process.wait(90.0)  # seconds for the trainer to finish its step and save
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # the second signal ends all processes
             process.wait()
@@ -286,7 +280,6 @@ class Run:
         return [row for row in rows if step is None or row["step"] == step]
 
     def open_policy(self, step: int | None = None) -> Policy:
-        """Open the newest published weights, or those of a step, to sample from them."""
         return open_policy(self, step)
 
     def chat(self, messages: str | Sequence[Mapping[str, str]], **sampling: Any) -> str:
@@ -384,7 +377,7 @@ def _start(
             events = read_rows(folder / EVENTS)[num_events:]
             if any(event.get("event") in SESSION_STARTS for event in events):
                 return run
-            time.sleep(POLL_SECONDS)
+            time.sleep(0.2)
     except BaseException:  # the stop button: nobody would have a handle of the run
         run.stop()
         raise
@@ -406,10 +399,11 @@ def _settings_file(settings: Mapping[str, Any]) -> Generator[list[str]]:
         yield ["@", str(file)]
 
 
-def _by_leaf(section: Mapping[str, Any]) -> dict[str, Any]:
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those that are None; paths become texts."""
     return {
-        leaf: os.fspath(value) if isinstance(value, PathLike) else value
-        for leaf, value in section.items()
+        name: os.fspath(value) if isinstance(value, PathLike) else value
+        for name, value in settings.items()
         if value is not None
     }
 
@@ -421,16 +415,11 @@ def _by_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = known_fields()
     given: dict[str, Any] = {}
-    for name, value in settings.items():
+    for name, value in _given(settings).items():
         owners = [section for section, leaves in known.items() if name in leaves]
         owners = [section for section in owners if section in ("train", "sampling")] or owners
-        if value is None:
-            continue
-        if isinstance(value, PathLike):
-            value = os.fspath(value)
         if name in known and isinstance(value, Mapping):
-            nested = _by_leaf(value)
-            given.setdefault(name, {}).update(nested)
+            given.setdefault(name, {}).update(_given(value))
         elif len(owners) == 1:
             given.setdefault(owners[0], {})[name] = value
         elif owners:

@@ -32,11 +32,9 @@ RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a rename or a re
 # Seconds before the first retry during the outage of a disk or a NAS; doubled at each retry up to
 # the longest delay. So a weight version is published within 10 s after an outage: 2 s to write it.
 FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY = 1.0, 8.0
-MAX_JSON_DEPTH = 100  # levels of arrays and objects, far below the recursion limit of Python
 # Errors of an fsync of a folder on a file system without it.
 CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-# Fields of a manifest other than `files`, or a function that returns the fields and is called after
-# the files are written.
+# Fields of a manifest other than `files`, or a function that returns them after writing the files.
 About: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
 Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"  # of a file, whole or in pieces
 STEP_NAME = re.compile(r"step_\d{6,8}")  # name of a folder or file, without suffix
@@ -48,8 +46,8 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The same, or a file in the only sub-folder that a complete folder may have.
 PLAIN_PATH = re.compile(rf"(?:additional_chat_templates/)?{PLAIN_NAME.pattern}")
-# Bytes of a config or tokenizer file in a complete folder, and of all of them together.
-MAX_COMPANION, MAX_COMPANIONS = 36 << 20, 64 << 20
+MAX_COMPANION = 36 << 20  # bytes of a config or tokenizer file in a complete folder
+MAX_COMPANIONS = 64 << 20  # bytes of all of them together
 MAX_REASON = 250  # letters of a reason in a status: at most 1,000 bytes
 MAX_NAME = 128  # bytes of the name of a run or a generator, which is also a file name
 FAILPOINT_VARIABLE = "PERALTA_FAILPOINT"
@@ -61,8 +59,6 @@ class CorruptError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The file manifest.json of a complete folder, parsed."""
-
     digest: str  # sha256 of manifest.json, hex
     about: dict[str, Any]  # all fields except `files`
     files: dict[str, tuple[int, str]]  # name -> (bytes, sha256 hex)
@@ -158,19 +154,16 @@ def parse_json(content: str | bytes) -> Any:
     except RecursionError as error:
         raise ValueError(str(error)) from None
     level = [[value]]
-    for _ in range(MAX_JSON_DEPTH + 1):
+    for _ in range(101):  # far below the recursion limit of Python
         values = (each.values() if isinstance(each, dict) else each for each in level)
         level = [each for row in values for each in row if isinstance(each, (dict, list))]
     if level:
-        raise ValueError(f"more than {MAX_JSON_DEPTH} levels of arrays and objects")
+        raise ValueError("more than 100 levels of arrays and objects")
     return value
 
 
 def parse_object(content: str | bytes) -> dict[str, Any]:
-    """The JSON object in a file from another machine.
-
-    Raises ValueError as `parse_json`, for another value, and for a text that cannot be encoded.
-    """
+    """The JSON object in a file from another machine. Raises ValueError, as `parse_json`."""
     value = parse_json(content)
     json.dumps(value, ensure_ascii=False).encode()
     if not isinstance(value, dict):
@@ -214,7 +207,7 @@ def open_regular(path: Path, *names: str) -> int:
 
     A symbolic link in `names` is not followed: anyone who can write to `path` could make this
     process read or serve other files. Raises FileNotFoundError for it and for a file that is not
-    regular (a named pipe would block), otherwise OSError.
+    regular, otherwise OSError.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe would block
     descriptor = os.open(path, flags)
@@ -256,10 +249,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete the temporary files and folders in `folder` that killed processes left.
-
-    Files that another process writes now are deleted too.
-    """
+    """Delete the temporary files and folders that killed processes left in a folder."""
     for path in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
         if os.path.isdir(path):  # Path.is_dir raises an error for some symbolic links
             _delete(path)

@@ -70,8 +70,7 @@ def load_again(
 ) -> ctypes.CDLL:
     """Load the library that `load` once loaded from the file `name` of the cache folder.
 
-    Ignores INSTRUCTION_SET. Raises OSError, RuntimeError or ValueError if the file cannot be used
-    here.
+    Ignores INSTRUCTION_SET. Raises OSError, RuntimeError or ValueError if it cannot be used here.
     """
     file = _cache_folder() / Path(name).name
     if file.stem.rpartition("-")[2] != _hash(file.read_bytes()):

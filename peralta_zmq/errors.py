@@ -173,10 +173,7 @@ def prepare_streams() -> None:
 
 
 def discard_unwritten_output() -> None:
-    """Discard buffered output that cannot be written.
-
-    At exit it would change the exit code to 120.
-    """
+    """Discard output that cannot be written; at exit it would change the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -246,8 +243,7 @@ def failure_text(error: OSError, folder: Path | str = "") -> str:
 def _connections_by_port(limit: int) -> Counter[int]:
     """Number of connections to each port that this process listens on.
 
-    Opens no file, because the limit of open files is reached. All file descriptors are below
-    `limit`.
+    Opens no file, because the limit of open files is reached. All descriptors are below `limit`.
     """
     listening = set[int]()
     connected = Counter[int]()

@@ -51,6 +51,6 @@ def _import_file(file: str) -> ModuleType:
 
 
 def add_folder(folder: str) -> None:
-    """Let modules of a folder be imported, after those of the libraries, which they do not hide."""
+    """Let modules of a folder be imported; they hide none of the libraries."""
     if folder not in sys.path:
         sys.path.append(folder)

@@ -42,7 +42,6 @@ class Policy:
         return self.engine.step
 
     def close(self) -> None:
-        """Remove temporary files of the weights."""
         self._stack.close()
 
     def chat(self, messages: Prompt, **sampling: Any) -> str:

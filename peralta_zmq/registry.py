@@ -26,7 +26,12 @@ from peralta_zmq.signatures import Signature, call_error
 
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
-# Kind -> short name -> import path, of all plug-ins in this package.
+LOSS_NAMES = (
+    "reinforce", "grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gspo",
+    "importance", "importance_sequence", "dppo", "ipo", "ref_kl", "decoupled_ppo", "m2po",
+    "grpo_kl",
+)  # fmt: skip
+# Kind -> short name -> import path, for all plug-ins in this package.
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
         "calculator": "peralta_zmq.environments.calculator",
@@ -44,29 +49,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "mlx": "peralta_zmq.engines.mlx:MlxEngine",
         "vllm": "peralta_zmq.engines.vllm.vllm_engine:VllmEngine",
     },
-    "loss": dict.fromkeys(
-        (
-            "reinforce",
-            "grpo",
-            "dapo",
-            "bnpo",
-            "dr_grpo",
-            "cispo",
-            "sapo",
-            "luspo",
-            "vespo",
-            "gspo",
-            "importance",
-            "importance_sequence",
-            "dppo",
-            "ipo",
-            "ref_kl",
-            "decoupled_ppo",
-            "m2po",
-            "grpo_kl",
-        ),
-        "peralta_zmq.learning.losses:policy_loss",
-    ),
+    "loss": dict.fromkeys(LOSS_NAMES, "peralta_zmq.learning.losses:policy_loss"),
     "advantage": {
         "group_mean": "peralta_zmq.learning.advantages:group_mean",
         "group_zscore": "peralta_zmq.learning.advantages:group_zscore",
@@ -125,17 +108,13 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings with which an engine is opened, from the sections [model] and [engine]."""
-
     device: str = "auto"
     dtype: str = "auto"
     trust_remote_code: bool = False
     slots: int = 32  # completions that are sampled concurrently
     max_model_len: int = 512  # maximum of prompt and completion together, in tokens
     quantize: int | None = None  # bits per weight; None = the weights as published
-    gpu_memory_utilization: float | None = (
-        None  # fraction of the memory; None = vLLM's default, all
-    )
+    gpu_memory_utilization: float | None = None  # fraction; None = vLLM's default, all
     vllm_args: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of vllm.EngineArgs
     keeps_turns: bool = False  # keep keys and values for requests that continue others
 
@@ -164,9 +143,7 @@ class Engine(Protocol):
     """
 
     @property
-    def step(self) -> int:
-        """Policy step of the current weights."""
-        ...
+    def step(self) -> int: ...
 
     @property
     def max_model_len(self) -> int:
@@ -188,8 +165,8 @@ class Engine(Protocol):
         """Take one decode step; returns the completions that have ended, in any order.
 
         Raises EngineError for logits that are not finite, which drops the requests in flight, and
-        EngineProcessError if a process of the engine fails:
-        `drop` still returns what its requests have, and `apply` starts the process again.
+        EngineProcessError if a process of the engine fails: `drop` still returns what its requests
+        have, and `apply` starts the process again.
         """
         ...
 
@@ -211,8 +188,6 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """The class of an engine."""
-
     def open(self, folder: Path, settings: EngineSettings, *, step: int = ...) -> Engine:
         """An engine that loads the weights of policy step `step` from `folder`.
 
@@ -228,8 +203,7 @@ class LiveEngineFactory(EngineFactory, Protocol):
     def open_live(self, model: Any, tokenizer: Any, settings: EngineSettings) -> Engine:
         """An engine that samples with the weights of a torch model without copying them.
 
-        The trainer opens it for each evaluation of the model that it trains, whose weights do not
-        change meanwhile.
+        The trainer opens it for each evaluation; the weights do not change meanwhile.
         """
         ...
 

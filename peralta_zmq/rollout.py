@@ -39,8 +39,6 @@ MAX_REWARD = 1e6  # largest absolute value, so that sums and squares of rewards 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool, which an assistant's message requests."""
-
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     error: str = ""  # why the text of the call cannot be parsed; empty if it can
@@ -48,8 +46,6 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat."""
-
     role: Role
     content: str
     name: str = ""  # of the tool, if this is the result of a call
@@ -85,8 +81,6 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters."""
-
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # 1 = off
@@ -101,15 +95,11 @@ class Sampling:
 
 
 class GroupSampling(NamedTuple):
-    """How the completions of a problem are sampled."""
-
     num_generations: int
     sampling: Sampling
 
 
 class SampledToken(NamedTuple):
-    """One token of a completion."""
-
     token_id: int
     logprob: float  # as defined on Rollout.logprobs
     step: int  # policy step of the weights
@@ -239,8 +229,6 @@ def returns_of(reward: float, turn_rewards: Sequence[float]) -> list[float]:
 
 
 class GroupSummary(NamedTuple):
-    """Fields of RolloutGroup with the same names."""
-
     rewards: tuple[float, ...]
     turn_rewards: tuple[tuple[float, ...], ...]
     newest_step: int
@@ -276,10 +264,7 @@ class RolloutGroup:
     newest_step: int = field(init=False, repr=False)  # policy step of the newest weights used
 
     def __post_init__(self, summary: GroupSummary | None) -> None:
-        """Set the fields of `summary` from it, or from the rollouts.
-
-        The first access to the rollouts of a received group decodes them.
-        """
+        """The first access to the rollouts of a received group decodes them."""
         if summary is None:
             newest = [int(rollout.policy_steps.max()) for rollout in self.rollouts]
             rewards = tuple(rollout.reward for rollout in self.rollouts)
@@ -301,10 +286,7 @@ class RolloutGroup:
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward, exactly 0 or 1 if every reward is (the filter compares it).
-
-        0 without rollouts.
-        """
+        """Mean reward, exactly 0 or 1 if every reward is; 0 without rollouts."""
         return math.fsum(self.rewards) / max(1, len(self.rewards))
 
     @property
@@ -327,14 +309,13 @@ class PrefixTree(NamedTuple):
     """Layout of token sequences with shared prefixes, each prefix stored once.
 
     For example: [prompt | completion 1 | ... | completion K]. A token attends only to itself and to
-    the earlier tokens of its own sequence. `learning` builds trees, and `models` computes logprobs.
+    the earlier tokens of its own sequence.
     """
 
     spans: tuple[TreeSpan, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Length in tokens."""
         return sum(span.length for span in self.spans)
 
 
