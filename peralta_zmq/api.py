@@ -155,7 +155,7 @@ def open_policy(
 class Run:
     """A run: its folder, and its processes if this Python process has started them.
 
-    Runs that are still running when this process ends are stopped, and can be continued.
+    Runs that still work when this process ends are stopped, and can be continued.
     """
 
     def __init__(

@@ -206,8 +206,8 @@ def open_regular(path: Path, *names: str) -> int:
     """Open the file `path` joined with `names` for reading.
 
     A symbolic link in `names` is not followed: anyone who can write to `path` could make this
-    process read or serve other files. Raises FileNotFoundError for it and for a file that is not
-    regular, otherwise OSError.
+    process serve other files. Raises FileNotFoundError for it and for a file that is not regular,
+    or OSError.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe would block
     descriptor = os.open(path, flags)

@@ -148,10 +148,7 @@ def program_name(name: str) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Escape unprintable characters (ESC becomes \x1b), except those in `keep`.
-
-    For text from other machines: a terminal executes control characters.
-    """
+    """Escape unprintable characters, except those in `keep`, in text from other machines."""
     if text.isprintable():
         return text
     return "".join(

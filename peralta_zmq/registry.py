@@ -4,8 +4,7 @@ A plug-in is a task (problems with a reward function), an engine, or a loss, adv
 reward function. Its setting is a short name of TABLES, or the import path of a plug-in that the
 user wrote: for a task a module (`my_lab.sudoku`, or a file `sudoku.py`), for any other an attribute
 of a module (`my_lab.losses:mine` or `losses.py:mine`). A task with a prefix of ADAPTERS
-(`reasoning_gym:chain_sum`) belongs to another library. A plug-in is imported only when a run uses
-it.
+(`reasoning_gym:chain_sum`) belongs to another library.
 """
 
 from __future__ import annotations
@@ -191,8 +190,8 @@ class EngineFactory(Protocol):
     def open(self, folder: Path, settings: EngineSettings, *, step: int = ...) -> Engine:
         """An engine that loads the weights of policy step `step` from `folder`.
 
-        `folder` is one for transformers' `from_pretrained`. Raises StoreError if it cannot be
-        loaded, and ConfigError for settings that this engine or this machine cannot use.
+        Raises StoreError if it cannot be loaded, and ConfigError for settings that this engine or
+        this machine cannot use.
         """
         ...
 

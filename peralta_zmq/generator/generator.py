@@ -58,7 +58,7 @@ def run(config: Config) -> None:
 
 
 def run_once(config: Config) -> None:
-    """As `run`, but a failed allocation ends it with the error of the library."""
+    """Like `run`, but a failed allocation raises the error of the library."""
     build.choose_engine(config)  # refuses settings before it waits for weights
     serving.check_settings(config)
     models.keep_memory()  # freed memory stays in the process, for the next step
@@ -125,10 +125,7 @@ def run_once(config: Config) -> None:
 
 
 def outbox_limit(config: Config) -> int:
-    """Maximum number of groups to keep for a trainer that does not acknowledge them.
-
-    Enough for all training steps that could still consume the groups.
-    """
+    """Number of groups that the training steps could consume which still accept them."""
     steps = (config.train.max_async_level + 1) * config.weights.interval + 1
     return max(64, steps * config.groups_per_step)
 

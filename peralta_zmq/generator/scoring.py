@@ -27,15 +27,12 @@ class SampledGroup:
     evaluation_step: int | None  # RolloutGroup.evaluation_step
 
     def rollouts(self) -> tuple[Rollout, ...]:
-        """The scored completions. Raises RewardError or TaskError.
-
-        Rollouts without rewards of turns get zeros, if others of the group have some.
-        """
+        """The scored completions. Raises RewardError or TaskError."""
         pairs = zip(self.completions, self.scores.result(), strict=True)
         rollouts = tuple(rollout_of(completion, *score) for completion, score in pairs)
         if not any(rollout.turn_rewards for rollout in rollouts):
             return rollouts
-        return tuple(
+        return tuple(  # zeros where others of the group have rewards of turns
             replace(each, turn_rewards=each.turn_rewards or (0.0,) * each.num_turns)
             for each in rollouts
         )

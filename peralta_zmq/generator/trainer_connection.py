@@ -34,10 +34,7 @@ class Sockets:
 
 @dataclass(slots=True)
 class Throughput:
-    """Counts of one interval of time; an interval ends at the first status after a finished group.
-
-    So an interval of a slow generator covers the whole time of a group.
-    """
+    """Counts of an interval of time, which ends at the first status after a finished group."""
 
     num_tokens: int = 0  # generated tokens in finished groups
     idle_seconds: float = 0.0  # in which the engine was empty, because no group could be started
@@ -105,10 +102,7 @@ class TrainerConnection:
         return latest if latest and latest.run_id == self._weights.version.run_id else None
 
     def send(self, group: RolloutGroup) -> None:
-        """Put a group into the outbox; `exchange` sends it.
-
-        A group that cannot be encoded is dropped; the `min_group_number` of a later one reports it.
-        """
+        """Put a group into the outbox; one that cannot be encoded is dropped."""
         facts = f"step={group.policy_step} weights_id={group.weights_id}"
         if group.newest_step > group.policy_step:
             facts += f" newest={group.newest_step}"
@@ -181,7 +175,7 @@ class TrainerConnection:
     def _measure(self) -> tuple[Throughput, float]:
         """Return the counts of the last interval, and its seconds, for the next status.
 
-        Once the time without a finished group since then is longer, it is added.
+        The time without a finished group since then is added once it is longer.
         """
         counts = self.throughput
         seconds = max(time.monotonic() - counts.started, 1e-3)
@@ -195,10 +189,7 @@ class TrainerConnection:
         return counts, seconds
 
     def _send_groups(self) -> None:
-        """Send the queued groups as far as the socket has room; report one that is full for long.
-
-        The trainer reads no groups while it computes a step.
-        """
+        """Send queued groups while the socket has room; it has none during a long step."""
         while (frame := self.outbox.next_frame()) is not None:
             # libzmq takes microseconds to empty a queue whose peer reads.
             timeout = 0.005 if self._full_since is None else 0.0
@@ -290,7 +281,6 @@ class Outbox:
 
     @property
     def num_unreceived(self) -> int:
-        """Number of groups in the outbox that the trainer has not received."""
         return sum(number >= self._num_received for number in self.frames)
 
     @property
@@ -300,7 +290,7 @@ class Outbox:
 
     @property
     def min_group_number(self) -> int:
-        """Oldest group that may still be sent: lower numbers are durable or lost."""
+        """Oldest group that may still be sent."""
         return next(iter(self.frames), self.next_group_number)
 
     @property
@@ -311,7 +301,7 @@ class Outbox:
     def unreceived_seconds(self) -> float:
         """Seconds in which the trainer could have received a frame, but did not.
 
-        Less the time that the oldest unreceived frame takes over a link of 1 Mbit/s.
+        Less the time that the oldest one takes over a link of 1 Mbit/s.
         """
         unreceived = (
             frame for number, frame in self.frames.items() if number >= self._num_received
@@ -336,7 +326,6 @@ class Outbox:
         self.num_lost += 1
 
     def next_frame(self) -> bytes | None:
-        """The frame to send now; None if none is queued."""
         while self._queue and self._queue[0] not in self.frames:  # durable or dropped meanwhile
             self._queue.popleft()
         return self.frames[self._queue[0]] if self._queue else None
@@ -440,5 +429,4 @@ class HeldRanges:
         return samples.start
 
     def record_drawn(self, sample_index: int) -> None:
-        """Record a sample that was drawn without a range."""
         self.next_index = max(self.next_index, sample_index + 1)

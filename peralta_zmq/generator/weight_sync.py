@@ -129,10 +129,7 @@ class ServedWeights:
 def apply_newest(
     engine: registry.Engine, subscriber: WeightSubscriber, current: Version
 ) -> Version:
-    """Apply the newest verified version in place; returns the version now in use.
-
-    A version that the engine rejects is quarantined, and `current` stays.
-    """
+    """Apply the newest version, or quarantine it; returns the version now in use."""
     pending = subscriber.poll()
     if pending is None:
         return current
@@ -225,10 +222,7 @@ def open_engine(
 
 
 def waiting_text(address: str, seconds: float, store: str, *, answers: bool, why: str = "") -> str:
-    """The log message of a generator without weights: what is missing, and the remedy.
-
-    `answers`: the trainer's address accepts TCP connections. `why`: why the store cannot be read.
-    """
+    """The log message of a generator without weights: what is missing, and the remedy."""
     files = files_given()
     start = f"waiting for trainer {address} ({seconds:.0f} s)"
     diagnose = f"Diagnose: {program_name('doctor')}{files}"

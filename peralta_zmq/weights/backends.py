@@ -32,7 +32,7 @@ class StorageBackend(Protocol):
     locks: FolderLocks  # files with which processes coordinate
 
     def names(self) -> list[str]:
-        """Names of all folders and files in the store, including those of other programs."""
+        """Names of all folders and files, including those of other programs."""
         ...
 
     def path(self, name: str) -> Path:
@@ -46,8 +46,7 @@ class StorageBackend(Protocol):
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
         """Write a folder atomically: its files, then manifest.json, then STABLE with its hash.
 
-        `about` has further fields of the manifest, or is a function that returns them, called after
-        the files are written.
+        If `about` is a function, it is called after the files are written.
         """
         ...
 
@@ -93,10 +92,7 @@ class LocalBackend:
         return self.folder / name
 
     def read(self, path: str, *, start: int = 0) -> Iterator[bytes]:
-        """A regular file in chunks.
-
-        Not through mmap: if a NAS removes a mapped file, reading the mapping raises SIGBUS.
-        """
+        """Not through mmap: if a NAS removes a mapped file, reading raises SIGBUS."""
         return atomic_files.read_chunks(self.folder, *path.split("/"), start=start)
 
     def write_folder(self, name: str, files: Mapping[str, Content], about: About) -> Manifest:
@@ -280,10 +276,7 @@ def open_backend(address: str, *, token: str | None = None) -> StorageBackend:
 
 
 class ProbeFile:
-    """A file by which bin/doctor checks that two machines have mounted the same folder.
-
-    Use with `closing`.
-    """
+    """A file by which bin/doctor checks that two machines share a folder. Use with `closing`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

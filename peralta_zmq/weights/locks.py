@@ -41,10 +41,7 @@ class FolderLocks:
         self._mtimes: dict[Path, tuple[float, float]] = {}
 
     def acquire(self) -> str | None:
-        """Acquire the publisher lock; returns None, or the trainer that has it already.
-
-        Also removes expired locks and the temporary files of killed processes.
-        """
+        """Acquire the publisher lock and clean up; returns None, or the trainer that has it."""
         if self._folder is None:
             return None
         self._lock = self._folder / f"{LOCK}{os.getpid()}-{PROCESS_TAG}"
@@ -63,8 +60,7 @@ class FolderLocks:
     def confirm(self) -> str | None:
         """Renew the acquired lock; returns None, or the trainer that took it over.
 
-        Another trainer removes a lock that has expired, for example while this machine slept. If no
-        trainer has one now, this process acquires it again.
+        Another trainer removes a lock that has expired, for example while this machine slept.
         """
         if self._lock is None:
             return None
@@ -77,7 +73,7 @@ class FolderLocks:
     def holder(self, now: float) -> str | None:
         """The other process that has a valid lock, as 'pid 7 on HOST', or None.
 
-        `now` is the mtime of a file in the folder that was just written, in seconds.
+        `now` is the mtime of a file in the folder that was just written.
         """
         for lock in self._other_locks(self._folder) if self._folder else ():
             with contextlib.suppress(FileNotFoundError, *MALFORMED):
@@ -132,7 +128,7 @@ class FolderLocks:
     def being_read(self) -> set[str]:
         """Names of the folders with a valid mark; removes expired marks.
 
-        The mtime of this process's lock is the current time. Without the lock no mark is expired.
+        The mtime of this process's lock is the current time; without it no mark is expired.
         """
         marked = set[str]()
         now = 0.0
@@ -149,7 +145,6 @@ class FolderLocks:
 
 
 def _may_be_running(owner: Mapping[str, Any]) -> bool:
-    """Whether the owner of a lock is another process, which may still be running."""
     pid = int(owner["pid"])
     if owner.get("pid_space") != _pid_space():
         return True

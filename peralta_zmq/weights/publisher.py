@@ -40,8 +40,6 @@ KEEP_LAST_THREE = Retention()
 
 @dataclass(slots=True)
 class Snapshot:
-    """A copy of the weights after a training step."""
-
     step: int
     tensors: Tensors  # in memory; if moved, views of a temporary file
     wait_for_copies: Callable[[], None]  # returns when copies from the GPU are complete
@@ -102,8 +100,7 @@ class WeightPublisher:
     ) -> float:
         """Copy the weights of `step` for the thread; returns the duration in seconds.
 
-        Replaces a snapshot that the thread has not started to write; a newer one inherits
-        `keyframe`.
+        Replaces a snapshot that waits, and inherits its `keyframe`.
         """
         started = time.monotonic()
         with self._changed:
@@ -370,8 +367,8 @@ class VersionWriter:
 class Pruner:
     """Removes obsolete versions after slow readers had time to load them.
 
-    Keeps the versions that `retention` selects, their parents back to a keyframe, and versions that
-    are being read.
+    Keeps what `retention` selects, the parents back to a keyframe, and versions that are being
+    read.
     """
 
     def __init__(
@@ -389,8 +386,8 @@ class Pruner:
     def prune(self, published: Version) -> None:
         """Remove old versions after the publication of a new one.
 
-        Leaves folders with higher numbers, which are not of this run. Ignores OSError, because the
-        next publication prunes again.
+        Leaves folders with higher numbers, which are not of this run. The next call retries an
+        OSError.
         """
         self._parents[published.number] = published.parent
         with contextlib.suppress(OSError):

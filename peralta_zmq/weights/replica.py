@@ -79,9 +79,9 @@ class LocalReplica:
     ) -> int:
         """Update the replica to `version`; returns the number of bytes read from the store.
 
-        First reads and verifies all files of the chain, then calls `before_change`, then changes
-        the replica. `model` is the required fingerprint. Raises StoreError: the replica is
-        unchanged if reading failed, and invalid if changing it failed.
+        Reads and verifies all files of the chain, then calls `before_change`. `model` is the
+        required fingerprint. Raises StoreError: the replica is unchanged if reading failed, else
+        invalid.
         """
         if self.version is not None and self.version.weights_id == version.weights_id:
             return 0

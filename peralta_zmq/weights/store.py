@@ -78,10 +78,9 @@ class WeightStore:
     def claim(self, run_id: str, *, known: bool = False, create: bool = True) -> None:
         """Claim the store for a run and acquire the lock that keeps other trainers out.
 
-        `known`: the run has claimed the store before; `create`: create the store if it is missing.
-        Raises StoreError if the store belongs to another run, or if a new one cannot be written;
-        OutageError if a known one cannot be written or is missing, or if another trainer has the
-        lock.
+        `known`: the run has claimed the store before; `create`: create a missing store. Raises
+        StoreError if the store belongs to another run or a new one cannot be written; OutageError
+        if a known one cannot be written or is missing, or another trainer has the lock.
         """
         try:
             owner = _read_run_id(self.backend)
@@ -132,8 +131,8 @@ class WeightStore:
     ) -> Version:
         """Write the next version: a delta from `base` if it is small enough, else a keyframe.
 
-        A keyframe includes its companion files. `stream` wraps the pieces of the weights file, e.g.
-        to limit their rate. Raises StoreError; no partial version remains.
+        `stream` wraps the pieces of the weights file, e.g. to limit their rate. Raises StoreError;
+        no partial version remains.
         """
         specs = tensor_set.specs_of(tensors)
         try:
@@ -193,10 +192,7 @@ class WeightStore:
         return sorted(int(name[5:]) for name in names if VERSION_NAME.fullmatch(name))
 
     def find(self, number: int) -> Version | None:
-        """The version with this number; None if it is missing, incomplete or quarantined.
-
-        If a file is opened before it exists, a NAS client may report it as missing for a while.
-        """
+        """The version with this number; None if it is missing, incomplete or quarantined."""
         folder = self.backend.path(folder_name(number))
         try:
             stable = read_small(self.backend, f"{folder.name}/{atomic_files.STABLE}")
@@ -282,7 +278,7 @@ class WeightStore:
 def _next_number(store: WeightStore, step: int) -> int:
     """The number of the next version: above those of this run, and not used by any folder.
 
-    Ignores higher numbers of other folders: above a folder step_99999999 there is no number.
+    Above a folder step_99999999 of another program there is no number.
     """
     used = set(store.numbers())
     newest = store.newest()

@@ -45,8 +45,8 @@ class PendingWeights:
 class WeightSubscriber:
     """Owns the subscription thread and the local replica. Use with `closing`.
 
-    `folder` keeps the replica across restarts; if another process has locked it, a temporary folder
-    is used. The thread polls every `poll_seconds`, and when a version is announced.
+    `folder` keeps the replica across restarts; if another process has locked it, a temporary one is
+    used. The thread polls every `poll_seconds`, and when a version is announced.
     """
 
     def __init__(
@@ -91,10 +91,9 @@ class WeightSubscriber:
             self._wake.set()
 
     def poll(self, *, timeout: float = 0.0) -> PendingWeights | None:
-        """The newest version that can be applied; waits up to `timeout` seconds for one.
+        """The newest version that can be applied; the same one until `accept` or `reject`.
 
-        Returns the same version until `accept` or `reject`. Raises the exception that ended the
-        thread.
+        Waits up to `timeout` seconds for one. Raises the exception that ended the thread.
         """
         with self._changed:
             if timeout:
@@ -266,7 +265,7 @@ class VersionLoader:
         return pending
 
     def _find_announced(self, known: Sequence[Version]) -> Version | None:
-        """The announced version, which can be opened on some NAS before the folder lists it."""
+        """The announced version, which can be opened on some NAS before it is listed."""
         number, _ = self._announced
         if number <= max((version.number for version in known), default=-1):
             return None
@@ -302,10 +301,7 @@ class VersionLoader:
         return pending
 
     def _pending(self, version: Version, bytes_read: int) -> PendingWeights:
-        """Check the weights in the replica, which has `version`, and return them.
-
-        Quarantines the version and raises StoreError if a weight is not finite.
-        """
+        """Check the weights in the replica, and return them. Raises StoreError."""
         tensors = self.replica.tensors()
         try:
             tensor_set.check_finite(tensors)

@@ -72,7 +72,6 @@ def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def file_size(specs: Mapping[str, Spec]) -> int:
-    """Size of the safetensors file of a set in bytes."""
     return len(_header(specs)) + sum(spec.bytes for spec in specs.values())
 
 
@@ -92,7 +91,7 @@ def file_of(
 
 
 def _header(specs: Mapping[str, Spec]) -> bytes:
-    """The file header, padded to a multiple of 8 bytes so that the tensors are aligned."""
+    """The file header, padded so that the tensors are aligned."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, spec in specs.items():
@@ -158,10 +157,9 @@ def check_header(start: bytes) -> None:
 
 
 class FileTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file, each read when it is accessed.
+    """The tensors of a safetensors file, each read when it is accessed, not through mmap.
 
-    Not through mmap: if a NAS loses a mapped file, reading the mapping raises SIGBUS. Raises
-    OSError, and ValueError for a malformed file or tensors that are not of `dtypes`.
+    Raises OSError, and ValueError for a malformed file or tensors that are not of `dtypes`.
     """
 
     def __init__(self, file: Path, *, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:

@@ -74,11 +74,7 @@ def decode_announcement(frame: bytes) -> Announcement:
 
 
 class AnnouncementPublisher:
-    """Publishes each announcement at once and repeats the newest one at intervals.
-
-    A thread owns the socket, so announcements continue while the trainer computes. Use with
-    `closing`.
-    """
+    """Publishes announcements at once and at intervals, in a thread. Use with `closing`."""
 
     def __init__(
         self,
@@ -172,10 +168,7 @@ class AnnouncementSubscriber:
         )
 
     def receive(self, *, timeout: float = 0.0) -> Announcement | None:
-        """Wait up to `timeout` seconds for a new announcement; returns the latest one, or None.
-
-        Raises WireError if the trainer refuses the connection.
-        """
+        """Wait for a new announcement; returns the latest one. Raises WireError if refused."""
         self.connection.check()
         while ready(self.socket, zmq.POLLIN, timeout):
             timeout = 0.0  # wait for the first message only, then empty the queue

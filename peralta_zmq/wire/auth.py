@@ -46,10 +46,9 @@ class GeneratorKeys:
 
 
 def make_keys(folder: Path, name: str) -> bool:
-    """Write a new pair NAME.secret (mode 0600) and NAME.public; False if it exists already.
+    """Write a pair NAME.secret (mode 0600) and NAME.public; False if it exists already.
 
-    Raises WireError if the folder cannot be written, has no modes, or has only one of the two
-    files.
+    Raises WireError if the folder is unusable, has no modes, or has only one of the two files.
     """
     public = folder / f"{name}{PUBLIC}"
     secret = folder / f"{name}{SECRET}"
@@ -85,11 +84,7 @@ def trainer_secret(folder: Path) -> bytes:
 
 
 def generator_keys(folder: Path, name: str) -> GeneratorKeys:
-    """Read the keys of the generator `name`.
-
-    Raises WireError if one is missing or unusable, or if other users can read or replace it;
-    OutageError if the folder or a file cannot be read for now.
-    """
+    """Read the keys of the generator `name`. Raises WireError and OutageError, as `_read_key`."""
     _check_name(name)
     file = folder / f"{name}{SECRET}"
     if not os.path.exists(file) and (others := _names_of_secrets(folder)):
@@ -115,9 +110,8 @@ def _names_of_secrets(folder: Path) -> list[str]:
 def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
     """Read the public keys of all generators in a folder; returns key -> name.
 
-    If `strict`, raises KeyFileError for an unusable file; otherwise logs and skips it. Raises
-    WireError if other users can write to the folder or two names have the same key, and
-    OutageError.
+    If not `strict`, logs and skips unusable files. Raises WireError if other users can write to the
+    folder or two names have the same key, and OutageError.
     """
     names: dict[bytes, str] = {}
     for entry in _check_and_list(folder):
@@ -138,7 +132,6 @@ def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:
 
 
 def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Raise KeyFileError if users other than root and this one can change `path`."""
     if status.st_uid not in (0, os.geteuid()):
         raise KeyFileError(
             f"{path} belongs to another user (uid {status.st_uid}); sudo chown {os.geteuid()} "
@@ -201,8 +194,6 @@ def _check_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Times in seconds, and limits on the unread messages of a server socket."""
-
     read_seconds: float = 1.0  # minimum interval between two reads of the key folder
     handshake_seconds: float = HANDSHAKE_SECONDS
     max_unread_bytes: int = 256 << 20  # sum of the largest sizes of the unread messages
@@ -249,14 +240,13 @@ class ConnectionQuota:
 class Authenticator:
     """The trainer's ZAP handler: accepts or refuses each new connection of its server sockets.
 
-    With a key folder, accepts clients whose public key is in it, also one added or removed since;
-    the name of an accepted client is the property User-Id of its frames. Open it before the sockets
-    that it protects, and close these first: libzmq refuses every client while no authenticator
-    runs. Use with `closing`.
+    With a key folder, accepts clients whose public key is in it now; the name of a client is the
+    property User-Id of its frames. Close the sockets that it protects first: libzmq refuses every
+    client while no authenticator runs. Use with `closing`.
     """
 
     def __init__(self, folder: Path | None, limits: ServerLimits = ServerLimits()) -> None:
-        """Raises KeyFileError for an unusable key, OutageError for keys that cannot be read."""
+        """Raises KeyFileError, OutageError."""
         self.refused = 0  # number of refused connections
         self.limits = limits
         self._logged: set[str] = set()  # reasons of refusals
@@ -317,8 +307,7 @@ class Authenticator:
         """The reply to a ZAP 1.0 request: status 200 accepts the client, 400 refuses its key.
 
         None while the key folder cannot be read or the quota is used up: libzmq then disconnects
-        the client after HANDSHAKE_SECONDS, and it connects again. (After status 300, temporary
-        failure, at once, which looks like a wrong key.)
+        the client after HANDSHAKE_SECONDS, and it connects again.
         """
         version, request_id, domain, address, _, mechanism, *credentials = request
         name: str | None = ""

@@ -58,8 +58,7 @@ DEFAULT_TIMING = ConnectionTiming()
 class ClientConnection:
     """Connects a client socket, with keys or without, and again after a fault.
 
-    Create it after the socket's options are set, call `check` often, and close it before the
-    socket.
+    Create it after the socket's options are set, and close it before the socket.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class ClientConnection:
         name: str,
         timing: ConnectionTiming = DEFAULT_TIMING,
     ) -> None:
-        """`name` identifies the connection in the log."""
         self.num_reconnects = 0  # after silence only
         self.raises_refusals = True  # False: `check` logs a refusal instead
         self._client = client
@@ -102,9 +100,8 @@ class ClientConnection:
         """Connect again after a refused handshake, then return True; call this often.
 
         Raises WireError with reason and remedy if no handshake has succeeded, and the trainer has
-        refused handshakes for the same reason for `patience_seconds`. After a success of a socket
-        with these keys, a failure is only logged: damaged data is the likely cause. Can block for
-        half a second.
+        refused handshakes for the same reason for `patience_seconds`. After a success with these
+        keys, damaged data is the likely cause. Can block for half a second.
         """
         reasons: list[str] = []  # of failed handshakes since the previous call
         while self._events.poll(0):
@@ -132,10 +129,7 @@ class ClientConnection:
         return is_due
 
     def reconnect_if_silent(self, seconds: float) -> bool:
-        """Connect again if the connection has been silent for `seconds`, too long; True if it did.
-
-        The time between two attempts doubles while the silence lasts.
-        """
+        """Connect again after `seconds` of silence, too long; the pauses double. True if it did."""
         if seconds < self._timing.silent_seconds:
             self._silence_limit = self._timing.silent_seconds
         if seconds < self._silence_limit:
@@ -177,7 +171,7 @@ class ClientConnection:
     def _check_patience(self, reasons: list[str]) -> None:
         """Raise WireError if the trainer has refused handshakes for one reason for too long.
 
-        A trainer that is down, stopped or suspended raises no error, because it may come back.
+        A trainer that is down, stopped or suspended may come back.
         """
         now = time.monotonic()  # before the connection test, which takes up to half a second
         if not accepts_connection(self._address, timeout=0.5, greeting=b"\xff"):
@@ -236,8 +230,7 @@ def needs_ipv6(address: str) -> bool:
 def accepts_connection(address: str, *, timeout: float = 1.0, greeting: bytes = b"") -> bool:
     """Whether tcp://HOST:PORT accepts a connection and its first bytes are `greeting`.
 
-    A ZeroMQ socket first sends the byte 0xff. Without a greeting the result is True also for a
-    stopped process, or a port forwarder to a dead one, because the kernel accepts the connection.
+    A ZeroMQ socket first sends 0xff. The kernel accepts connections also for a stopped process.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:

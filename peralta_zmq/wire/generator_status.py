@@ -59,7 +59,6 @@ class GeneratorStatus:
 
     @property
     def sender(self) -> str:
-        """'NAME/INCARNATION', as in RolloutGroup.sender."""
         return sender_of(self.generator_id, self.incarnation)
 
 
@@ -105,7 +104,7 @@ class GeneratorStatusSender:
         """True if a status is due; also connects again if the connection is silent.
 
         A status is due when a trainer subscribes, and `status_seconds` after each `send`. Raises
-        WireError if the trainer refuses the connection.
+        WireError.
         """
         while cast(int, self.socket.getsockopt(zmq.EVENTS)) & POLLIN:
             if self.socket.recv() == SUBSCRIPTION:
@@ -131,8 +130,7 @@ class GeneratorStatusSender:
 class GeneratorStatusReceiver:
     """Binds the trainer's SUB socket and receives the statuses of one run. Use with `closing`.
 
-    Logs and drops invalid messages, and counts them in `refused`: also those of another run, or
-    under another name than that of the sender's CURVE key.
+    Counts invalid messages in `refused`, also those under another name than the CURVE key's.
     """
 
     def __init__(
@@ -179,7 +177,6 @@ class GeneratorStatusReceiver:
         self.socket.close(linger=0)
 
     def accept(self, frames: list[zmq.Frame]) -> GeneratorStatus:
-        """Decode and check a message. Raises WireError."""
         if len(frames) > 1:
             raise WireError(f"{len(frames)} frames instead of one")
         status = decode_generator_status(frames[0].bytes)

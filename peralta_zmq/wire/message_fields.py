@@ -86,10 +86,7 @@ def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
 
 
 def check_type(value: Any, expected: type, name: str) -> Any:
-    """Return `value`; ValueError if its type is not `expected`, or a subclass.
-
-    True is not an int.
-    """
+    """Return `value`; ValueError if its type is not `expected`. True is not an int."""
     if type(value) is not expected:
         raise ValueError(f"{name}: {type(value).__name__} is not {expected.__name__}")
     return value
@@ -110,7 +107,6 @@ def check_checksum(frame: bytes, checksum: bytes | None) -> None:
 
 
 def fields_of(message: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not None: name -> value."""
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     return {name: value for name, value in values.items() if value is not None}
 

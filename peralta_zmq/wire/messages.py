@@ -99,10 +99,7 @@ FORMAT_LIMITS = GroupLimits(vocab_size=2**31)
 
 
 def encode_group(group: RolloutGroup, *, max_bytes: int = message_fields.MAX_MESSAGE) -> bytes:
-    """Encode a group as a frame of at most `max_bytes`.
-
-    Raises WireError if the frame is larger or `decode_group` would refuse the group.
-    """
+    """Encode a group as a frame. Raises WireError if `decode_group` would refuse it."""
     try:
         return _encode(group, max_bytes)
     except (ValueError, OverflowError, StructError) as error:
@@ -231,10 +228,7 @@ class InvalidGroupError(WireError):
 
 
 def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
-    """Decode and validate a group; builds the Rollout objects on first access only.
-
-    Raises InvalidGroupError if only the rollouts are invalid, otherwise WireError.
-    """
+    """Decode and check a group. Raises WireError; InvalidGroupError for invalid rollouts."""
     message = message_fields.unpack(frame)
     envelope = dict[str, Any]()
     try:
@@ -325,10 +319,7 @@ def _decode_turn_rewards(
 
 @dataclass(slots=True, eq=False)
 class LazyRollouts(Sequence[Rollout]):
-    """The rollouts of a received group, built from validated columns on first access.
-
-    The decision to train on a group or to drop it needs only the `summary`.
-    """
+    """The rollouts of a received group, built from validated columns on first access."""
 
     columns: Columns
     turns: tuple[int, ...]

@@ -74,8 +74,7 @@ def decode_probe_reply(frame: bytes) -> ProbeReply:
 class ProbeServer:
     """Answers probes in a thread, also while the trainer computes. Use with `closing`.
 
-    Each answer is `reply` with time, created_file and error filled in. `create_file` creates a file
-    in the weights folder and returns its name; it may raise OSError.
+    `create_file` creates a file in the weights folder and returns its name; it may raise OSError.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class ProbeServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering; waits at most 2 s."""
         self._closed.set()
         self._thread.join(timeout=2.0)  # `create_file` can block on an unresponsive mount
 

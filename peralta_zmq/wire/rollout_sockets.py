@@ -57,7 +57,7 @@ def open_server(
 ) -> tuple[zmq.Socket[bytes], str, ConnectionQuota]:
     """Open a socket and bind it to `address`; returns socket, bound address and quota.
 
-    The caller reports each message that it reads to the quota. Raises WireError if the bind fails.
+    The caller reports each message that it reads to the quota. Raises WireError.
     """
     server = open_socket(kind, hwm=hwm, max_bytes=max_bytes)
     limits = authenticator.limits if authenticator is not None else ServerLimits()
@@ -156,10 +156,7 @@ class RolloutSender:
         )
 
     def send(self, frame: bytes, *, timeout: float) -> bool:
-        """Queue one encoded group; False if the queue stays full for `timeout` seconds.
-
-        Raises WireError if the trainer refuses the connection.
-        """
+        """Queue one encoded group; False if the queue stays full. Raises WireError if refused."""
         failpoint("wire.send")  # where a test can kill the process
         self._timeout.set(timeout)
         try:
@@ -177,8 +174,7 @@ class RolloutSender:
 class RolloutReceiver:
     """Binds the trainer's PULL socket and receives the groups of one run. Use with `closing`.
 
-    Invalid messages are counted in `refused` and logged once per reason: also those under another
-    name than that of the sender's CURVE key.
+    Counts invalid messages in `refused`, also those under another name than the CURVE key's.
     """
 
     def __init__(

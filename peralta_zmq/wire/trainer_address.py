@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 class AddressFile:
     """The address file of a started trainer, which a later start of the run removes.
 
-    The earlier trainer, if it was suspended or could not be reached, detects with `check` that it
-    must not continue. Use with `closing`.
+    The earlier trainer detects it with `check`. Use with `closing`.
     """
 
     def __init__(self, folder: Path | None, host: str, port: int, run_id: str) -> None:
@@ -44,7 +43,6 @@ class AddressFile:
         self._file: Path | None = None  # None until it is written
 
     def write(self) -> None:
-        """Make this address the only one in the folder. Raises OSError."""
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +140,6 @@ class TrainerAddress:
         self._connections.append((connection, port_offset))
 
     def has_run(self, run_id: str) -> bool:
-        """Whether an announcement of this run is one of the trainer."""
         return self._folder is None or run_id == self._run_id
 
     def poll(self, *, silent_seconds: float) -> None:
