@@ -103,7 +103,7 @@ OPEN_MAPS = {
     "long maps": lambda: open_maps("{:x}", 10_950, message_fields.MAX_MESSAGE),
     "as large as an announcement": lambda: open_maps("{:x}", 1366, 4 << 20),
     "wide names": wide_open_maps,
-    "in a small message": lambda: open_maps("{:x}", 64, message_fields.LARGE),
+    "in a small message": lambda: open_maps("{:x}", 64, 1 << 18),
     "texts": lambda: msgpack.packb(
         {"received": {f"{n:04}" + "x" * 997 + "\U0001f600": 1 for n in range(1 << 14)}}
     ),

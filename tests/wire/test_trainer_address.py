@@ -15,7 +15,6 @@ from sockets import ANYWHERE, eventually, unused_address
 
 from peralta_zmq import wire
 from peralta_zmq.errors import OutageError, WireError
-from peralta_zmq.wire import trainer_address
 from peralta_zmq.wire.auth import TRAINER, make_keys
 from peralta_zmq.wire.trainer_address import AddressFile, read_address
 
@@ -108,9 +107,9 @@ def test_sockets_follow_a_silent_trainer_to_its_next_address(
     port = int(publisher.address.rpartition(":")[2]) - 1
     write_address(tmp_path, "127.0.0.1", port)
 
-    trainer.poll(silent_seconds=trainer_address.SILENT_SECONDS / 2)
+    trainer.poll(silent_seconds=1.5)
     assert wire.next_port(trainer.current) == gone
-    trainer.poll(silent_seconds=trainer_address.SILENT_SECONDS)
+    trainer.poll(silent_seconds=3.0)
     assert wire.next_port(trainer.current) == publisher.address
     assert eventually(lambda: announcements.receive(timeout=0.1)) == wire.Announcement(RUN, step=7)
 
@@ -127,7 +126,7 @@ def test_announcements_of_another_run_count_as_silence(tmp_path: Path, stack: Ex
     received_at = announcements.received_at
     assert announcements.receive(timeout=0.5) is None and announcements.received_at == received_at
     write_address(tmp_path, "127.0.0.1", port)
-    trainer.poll(silent_seconds=trainer_address.SILENT_SECONDS)
+    trainer.poll(silent_seconds=3.0)
     publisher.publish(wire.Announcement(RUN, step=8))
     newest = eventually(lambda: announcements.receive(timeout=0.1))
     assert newest == wire.Announcement(RUN, step=8)
