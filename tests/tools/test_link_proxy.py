@@ -101,11 +101,3 @@ def test_flip_changes_one_bit_after_those_before_it(link: LinkProxy, connect: Co
     assert not link.cancel_flip(1)
     client.sendall(bytes(4))
     assert accepted.recv(100) == bytes(4)
-
-
-def test_cancelled_flip_changes_nothing(link: LinkProxy, connect: Connect) -> None:
-    client, accepted = connect(0)
-    link.flip(0, 3)
-    assert link.cancel_flip(0)
-    client.sendall(bytes(4))
-    assert accepted.recv(100) == bytes(4)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from group_frames import (
-    FRAME,
     LIMITS,
     NAMED,
     TURNS,
@@ -174,27 +173,23 @@ def test_decode_refuses_a_group_above_a_limit_of_the_receiver(
     assert (caught.value.group.name, len(caught.value.group.rollouts)) == (group.name, 0)
 
 
-@pytest.mark.parametrize(("evaluation_step", "num_rollouts"), [(None, 3), (0, 2), (0, 4)])
+@pytest.mark.parametrize(("evaluation_step", "num_rollouts", "reason"), [
+    (None, 3, ""), (0, 2, ""), (0, 4, ""), (0, None, ""),
+    (None, 2, r"not 2 rollouts \(sampling\.num_generations, of the env too\)"),
+    (None, 4, r"not 4 rollouts \(sampling\.num_generations, of the env too\)"),
+    (None, None, r"unknown environment '.+' \(env\.name\)"),
+])  # fmt: skip
 def test_training_group_has_the_configured_number_of_rollouts(
-    evaluation_step: int | None, num_rollouts: int
+    evaluation_step: int | None, num_rollouts: int | None, reason: str
 ) -> None:
     group = dataclasses.replace(GROUP, evaluation_step=evaluation_step)
-    limits = dataclasses.replace(LIMITS, num_rollouts={"other": 9, GROUP.task: num_rollouts})
-    assert equal(wire.decode_group(wire.encode_group(group), limits), group)
-
-
-@pytest.mark.parametrize("num_rollouts", [2, 4])
-def test_training_group_with_another_number_of_rollouts_is_refused(num_rollouts: int) -> None:
-    limits = dataclasses.replace(LIMITS, num_rollouts={"other": 3, GROUP.task: num_rollouts})
-    reason = rf"not {num_rollouts} rollouts \(sampling\.num_generations, of the env too\)"
+    sizes = {"other": 9} if num_rollouts is None else {"other": 9, GROUP.task: num_rollouts}
+    limits = dataclasses.replace(LIMITS, num_rollouts=sizes)
+    if not reason:
+        assert equal(wire.decode_group(wire.encode_group(group), limits), group)
+        return
     with pytest.raises(wire.InvalidGroupError, match=reason):
-        wire.decode_group(FRAME, limits)
-
-
-def test_training_group_of_an_unknown_environment_is_refused() -> None:
-    limits = dataclasses.replace(LIMITS, num_rollouts={"other": 3})
-    with pytest.raises(wire.InvalidGroupError, match=r"unknown environment '.+' \(env\.name\)"):
-        wire.decode_group(FRAME, limits)
+        wire.decode_group(wire.encode_group(group), limits)
 
 
 def test_largest_group_within_the_limits_has_at_most_max_bytes() -> None:
