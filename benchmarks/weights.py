@@ -28,8 +28,7 @@ from peralta_zmq.weights import delta
 from peralta_zmq.weights.delta import Bits
 from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import DELTA_FILE, Version
+from peralta_zmq.weights.store import DELTA_FILE, Version, WeightStore
 from tools.base_model import new_model
 
 QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 65536,

@@ -39,9 +39,8 @@ from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Completion, Sampling
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import load_version
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore
 from peralta_zmq.weights.tensor_set import FileTensors
-from peralta_zmq.weights.version import WEIGHTS_FILE
 
 GPU = os.environ.get("PERALTA_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "mps")
 pytestmark = [

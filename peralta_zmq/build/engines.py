@@ -18,8 +18,8 @@ from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import GroupSampling, Problem, Sampling
+from peralta_zmq.weights.store import Version
 from peralta_zmq.weights.subscriber import PendingWeights
-from peralta_zmq.weights.version import Version
 
 logger = logging.getLogger(__name__)
 

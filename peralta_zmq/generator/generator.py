@@ -165,7 +165,7 @@ class Generator:
             while not link.is_run_complete:
                 try:
                     self._apply_due()
-                    if self._weights.are_applied:
+                    if self._weights.subscriber.has_accepted:
                         for source in (self._evaluation, self._training, self._chats):
                             source.submit_due(sampler)
                     is_idle = not sampler.num_in_flight
@@ -180,7 +180,7 @@ class Generator:
                 link.num_resumed = sampler.num_resumed
                 for group in rewards.finished():
                     link.send(group)
-                can_start = self._weights.are_applied and not rewards
+                can_start = self._weights.subscriber.has_accepted and not rewards
                 timeout = 0.002 if is_idle else 0.0  # longest wait for an announcement
                 link.exchange(timeout=timeout, is_idle=is_idle and can_start)
         # After an exception too: `run` may start again in this process, whose engine then has no
@@ -236,10 +236,10 @@ class Generator:
             num_dropped += training.drop_failed(sampler)
             self._link.num_aborted += num_dropped
             self._evaluation.repeat()  # an interrupted evaluation goes on
-            self._weights.request_again()
+            self._weights.subscriber.offer_again()
         else:
             num_dropped += training.drop(sampler)
-            self._weights.reject()
+            self._weights.subscriber.reject(version)
         logger.warning(
             "engine failed: version=%d dropped=%d reason=%s", version.number, num_dropped, error
         )

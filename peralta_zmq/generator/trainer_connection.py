@@ -161,8 +161,8 @@ class TrainerConnection:
                 blocked_frac=min(1.0, blocked / seconds),
                 queue_frac=min(1.0, counts.queue_seconds / seconds),
                 reload_s=self._weights.reload_seconds,
-                wants_keyframe=self._weights.needs_keyframe,
-                store_error=self._weights.store_error,
+                wants_keyframe=self._weights.subscriber.wants_keyframe,
+                store_error=self._weights.subscriber.store_error,
                 announcement_reconnects=self._sockets.announcements.connection.num_reconnects,
                 rollout_reconnects=self._sockets.rollouts.connection.num_reconnects,
                 needs_range=self.ranges.needs_range,
@@ -214,8 +214,8 @@ class TrainerConnection:
         silent_seconds = time.monotonic() - announcements.received_at
         self._sockets.trainer.poll(silent_seconds=silent_seconds)
         self._check_silence()
-        if latest is not None:
-            self._weights.poll_for(latest)
+        if latest is not None and latest.version is not None:
+            self._weights.subscriber.notify(latest.version, latest.weights_id)
         announcement = self.announcement
         if announcement is None:
             return

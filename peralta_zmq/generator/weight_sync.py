@@ -18,9 +18,8 @@ from peralta_zmq.config import Config, files_given
 from peralta_zmq.engines.engine_models import loading_errors
 from peralta_zmq.errors import EngineProcessError, OutageError, StoreError, program_name
 from peralta_zmq.observe.terminal import WaitReport
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import Version, WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
-from peralta_zmq.weights.version import Version
 
 REPORT_SECONDS = 5.0  # between two reports of one wait, and between two attempts
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class ServedWeights:
     def __init__(
         self, subscriber: WeightSubscriber, version: Version, *, between_groups: bool = False
     ) -> None:
-        self._subscriber = subscriber
+        self.subscriber = subscriber
         self._between_groups = between_groups
         self.version = version
         self.is_draining = False
@@ -56,32 +55,8 @@ class ServedWeights:
         self._retry_at = 0.0  # monotonic seconds; the engine could not take the newest version
         self._weights_ids = {version.step: version.weights_id}  # policy step -> id, of this run
 
-    @property
-    def needs_keyframe(self) -> bool:
-        return self._subscriber.wants_keyframe
-
-    @property
-    def store_error(self) -> str:
-        return self._subscriber.store_error
-
     def weights_id_of(self, step: int) -> str:
         return self._weights_ids[step]
-
-    def poll_for(self, announcement: wire.Announcement) -> None:
-        if announcement.version is not None:
-            self._subscriber.notify(announcement.version, announcement.weights_id)
-
-    @property
-    def are_applied(self) -> bool:
-        return self._subscriber.has_accepted
-
-    def request_again(self) -> None:
-        """Let `apply_due` apply the newest version to an engine that has lost its weights."""
-        self._subscriber.offer_again()
-
-    def reject(self) -> None:
-        """Quarantine the version in use; `apply_due` then applies the newest of the others."""
-        self._subscriber.reject(self.version)
 
     def apply_due(self, engine: registry.Engine, *, num_in_flight: int) -> Obsolete | None:
         """Apply the newest verified version in place, if it may be applied now.
@@ -92,13 +67,13 @@ class ServedWeights:
         other settings.
         """
         must_wait = num_in_flight > 0 and self._between_groups
-        self.is_draining = must_wait and self._subscriber.poll() is not None
+        self.is_draining = must_wait and self.subscriber.poll() is not None
         previous = self.version
         started = time.monotonic()
         if must_wait or started < self._retry_at:
             return None
         try:
-            self.version = version = apply_newest(engine, self._subscriber, previous)
+            self.version = version = apply_newest(engine, self.subscriber, previous)
         except OutageError as error:
             self._retry_at = time.monotonic() + REPORT_SECONDS
             logger.warning("weights not applied, trying again: reason=%s", error)

@@ -24,10 +24,9 @@ from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.rollout import CUT_OFF, Answer, Problem
 from peralta_zmq.trainer.evaluation import Answering
 from peralta_zmq.weights.replica import load_version
-from peralta_zmq.weights.store import WeightStore, version_of_step
+from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore, version_of_step
 from peralta_zmq.weights.subscriber import PendingWeights
 from peralta_zmq.weights.tensor_set import FileTensors
-from peralta_zmq.weights.version import WEIGHTS_FILE
 
 PROGRAM = program_name("evaluate")
 

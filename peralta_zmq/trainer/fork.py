@@ -25,9 +25,8 @@ from peralta_zmq.trainer.journal import JOURNAL, files_in
 from peralta_zmq.trainer.policy import Policy
 from peralta_zmq.trainer.session import StopSignal, known_run_id, wait_out
 from peralta_zmq.weights.replica import load_version
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore
 from peralta_zmq.weights.tensor_set import FileTensors
-from peralta_zmq.weights.version import WEIGHTS_FILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.publisher import PublishReport, Retention, VersionWriter, WeightPublisher
 from peralta_zmq.weights.server import serve_weights
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import WEIGHTS_FILE, Version
+from peralta_zmq.weights.store import WEIGHTS_FILE, Version, WeightStore
 
 
 @dataclass(frozen=True, slots=True)

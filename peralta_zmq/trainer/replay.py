@@ -45,9 +45,8 @@ from peralta_zmq.trainer.ranks import (
 from peralta_zmq.trainer.recovery import ALL_REFUSED, skip_step
 from peralta_zmq.trainer.session import known_run_id
 from peralta_zmq.weights.replica import STATE, load_version
-from peralta_zmq.weights.store import WeightStore, version_of_step
+from peralta_zmq.weights.store import RUN_FILE, WEIGHTS_FILE, Version, WeightStore, version_of_step
 from peralta_zmq.weights.tensor_set import FileTensors
-from peralta_zmq.weights.version import RUN_FILE, WEIGHTS_FILE, Version
 
 PRINTED = ("reward", "loss", "grad_norm", "learning_rate")  # metrics in the line of each step
 

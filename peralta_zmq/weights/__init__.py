@@ -4,6 +4,6 @@ A keyframe is a version with all weights; a delta has only the changes since an 
 trainer's `publisher` writes versions through `store` to a backend (`backends`); a generator's
 `subscriber` loads and verifies them in a thread, and applies them to `replica`, its local copy.
 `locks`: files by which processes agree who publishes, and which versions are being read. `server`
-serves a folder over HTTP. Formats: `version` (manifest), `delta`, `tensor_set` (safetensors).
+serves a folder over HTTP. Formats: `delta`, `tensor_set` (safetensors).
 docs/weights.md describes the protocol.
 """

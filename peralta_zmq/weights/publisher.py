@@ -20,8 +20,7 @@ from peralta_zmq.atomic_files import FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY, f
 from peralta_zmq.errors import OutageError, StoreError, failure_text
 from peralta_zmq.malloc import release_memory
 from peralta_zmq.weights import delta, tensor_set
-from peralta_zmq.weights.store import Base, WeightStore
-from peralta_zmq.weights.version import Version, folder_name
+from peralta_zmq.weights.store import Base, Version, WeightStore, folder_name
 
 Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
@@ -33,9 +32,6 @@ class Retention:
     interval: int | None = None  # multiples of this number are not obsolete either
     seconds: float = 0.0  # for which obsolete versions are kept, for slow readers
     max_obsolete: int = 64  # the oldest beyond these are removed at once
-
-
-KEEP_LAST_THREE = Retention()
 
 
 @dataclass(slots=True)
@@ -287,7 +283,7 @@ class VersionWriter:
         *,
         companions: Mapping[str, bytes],
         about: Mapping[str, str | int] | None = None,
-        retention: Retention = KEEP_LAST_THREE,
+        retention: Retention = Retention(),
         keyframe_interval: int = 10,
         max_mbit_per_s: float | None = None,
         before_write: Callable[[], None] = lambda: None,

@@ -28,8 +28,7 @@ from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights import delta, tensor_set
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version, folder_name
+from peralta_zmq.weights.store import DELTA_FILE, WEIGHTS_FILE, Version, WeightStore, folder_name
 
 STATE, INCOMING = "replica.json", "incoming"  # two manifests; folder of downloaded files
 LOCK = "lock"  # file that the process which uses the folder has locked

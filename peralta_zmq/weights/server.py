@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from peralta_zmq.atomic_files import CHUNK, PLAIN_PATH, open_regular
 from peralta_zmq.http_server import HttpServer, Limits, open_port
 from peralta_zmq.weights.backends import LocalBackend
-from peralta_zmq.weights.version import RUN_FILE, VERSION_NAME
+from peralta_zmq.weights.store import RUN_FILE, VERSION_NAME
 
 RANGE = re.compile(r"bytes=(\d{1,18})-")
 VERSION_FILE = re.compile(rf"({VERSION_NAME.pattern})/({PLAIN_PATH.pattern})")

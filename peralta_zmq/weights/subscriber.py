@@ -25,8 +25,7 @@ from peralta_zmq.atomic_files import MAX_REASON, failpoint
 from peralta_zmq.errors import ChainError, StoreError, printable
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.replica import LocalReplica, locked_folder
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import Version
+from peralta_zmq.weights.store import Version, WeightStore
 
 logger = logging.getLogger(__name__)
 

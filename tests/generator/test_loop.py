@@ -137,8 +137,8 @@ def test_rejected_weights_are_replaced_by_the_version_before(scene: Scene) -> No
     publish(scene.store, 2, 2.0)
     version = apply_until(scene.engine, scene.subscriber, first, 2)
     weights = generator_of(scene.engine, scene.subscriber, scene.sockets, version).weights
-    weights.reject()
-    assert not weights.are_applied
+    scene.subscriber.reject(weights.version)
+    assert not scene.subscriber.has_accepted
     assert scene.subscriber.poll(timeout=20) is not None
     obsolete = weights.apply_due(scene.engine, num_in_flight=0)
     assert obsolete is not None and obsolete.is_rejection  # not a roll-back

@@ -28,9 +28,8 @@ from peralta_zmq.generator.weight_sync import (
     open_subscriber,
 )
 from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WEIGHTS_FILE, Version, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 ABSENT = "tcp://127.0.0.1:9"  # nothing listens there
 

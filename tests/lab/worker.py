@@ -21,9 +21,8 @@ import torch
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.replica import load_version
-from peralta_zmq.weights.store import Base, WeightStore
+from peralta_zmq.weights.store import WEIGHTS_FILE, Base, Version, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 RUN = "lab"
 KEEP_ALL = 1_000_000

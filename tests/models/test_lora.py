@@ -42,9 +42,8 @@ from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
 from peralta_zmq.trainer import policy
 from peralta_zmq.trainer.trainer import Trainer
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import Version, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import Version
 from tools.link_proxy import free_ports
 
 EXACT = ("--model.dtype=float32", "--train.dtype=float32", "--weights.dtype=float32")

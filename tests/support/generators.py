@@ -25,9 +25,8 @@ from peralta_zmq.generator.training_groups import TrainingGroups
 from peralta_zmq.generator.weight_sync import ServedWeights, apply_newest
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import Version, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
-from peralta_zmq.weights.version import Version
 
 PROBLEM = Problem("7", "mine", (), "4", input_token_ids=(5, 9, 33))
 BAD_STEP = 13

@@ -10,10 +10,9 @@ import torch
 from peralta_zmq import atomic_files
 from peralta_zmq.weights.publisher import Pruner, PublishReport, Retention, WeightPublisher
 from peralta_zmq.weights.replica import load_version
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WEIGHTS_FILE, Version, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from peralta_zmq.weights.tensor_set import FileTensors
-from peralta_zmq.weights.version import WEIGHTS_FILE, Version
 
 COMPANIONS = {
     "config.json": b"{}", "tokenizer.json": b"{}", "additional_chat_templates/tools.jinja": b"t"

@@ -25,7 +25,7 @@ from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import HEADER
 from peralta_zmq.trainer.policy import PolicyPublisher
 from peralta_zmq.trainer.trainer import Trainer
-from peralta_zmq.weights.version import Version
+from peralta_zmq.weights.store import Version
 
 
 def lose_step_3(folder: Path, *more: str) -> Version:

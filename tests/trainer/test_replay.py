@@ -25,9 +25,8 @@ from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.journal import BEGUN, JOURNAL, Journal, encode_update, file_of
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore
 from peralta_zmq.weights.tensor_set import FileTensors
-from peralta_zmq.weights.version import WEIGHTS_FILE
 
 
 def test_replay_of_a_continued_run_uses_each_steps_learning_rate(

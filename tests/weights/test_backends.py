@@ -13,8 +13,7 @@ from weight_sets import loaded, publish
 
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.backends import filesystem_of
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import WEIGHTS_FILE
+from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore
 
 
 def test_file_system_that_cannot_rename_folders_is_refused(

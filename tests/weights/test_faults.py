@@ -23,8 +23,7 @@ from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.replica import LocalReplica
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import WEIGHTS_FILE, folder_name
+from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore, folder_name
 
 PACKAGE = Path(__file__).parents[2] / "peralta_zmq"
 SOURCES = [PACKAGE / "atomic_files.py", *sorted((PACKAGE / "weights").glob("*.py"))]

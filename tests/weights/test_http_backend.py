@@ -22,9 +22,8 @@ from peralta_zmq.http_server import HttpServer
 from peralta_zmq.weights.backends import open_backend
 from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.server import serve_weights
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import WeightStore, folder_name
 from peralta_zmq.weights.subscriber import ReadSpeedCheck, WeightSubscriber
-from peralta_zmq.weights.version import folder_name
 
 TOKEN = "0123456789abcdef"
 

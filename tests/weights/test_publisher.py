@@ -22,8 +22,7 @@ from peralta_zmq import models
 from peralta_zmq.weights import publisher as publisher_module
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.publisher import Snapshot, VersionWriter, WeightPublisher
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.version import Version
+from peralta_zmq.weights.store import Version, WeightStore
 
 Opener = Callable[..., WeightPublisher]
 

@@ -20,9 +20,8 @@ from weight_sets import COMPANIONS, loaded, names_in, publish, publish_chain, sa
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.replica import LocalReplica, load_version
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import DELTA_FILE, WEIGHTS_FILE, Version, WeightStore
 from peralta_zmq.weights.tensor_set import FileTensors
-from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version
 
 
 @pytest.fixture

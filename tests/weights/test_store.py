@@ -19,8 +19,7 @@ from weight_sets import loaded, publish
 from peralta_zmq import models
 from peralta_zmq.errors import OutageError, StoreError
 from peralta_zmq.weights.publisher import Pruner, Retention
-from peralta_zmq.weights.store import WeightStore, version_of_step
-from peralta_zmq.weights.version import WEIGHTS_FILE
+from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore, version_of_step
 
 
 @pytest.mark.parametrize("address", ["/missing", "/dev/null", "http://127.0.0.1:1"])

@@ -16,10 +16,9 @@ from real_programs import until
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
 from peralta_zmq.weights.publisher import Pruner, Retention
-from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.store import DELTA_FILE, WEIGHTS_FILE, Version, WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
 from peralta_zmq.weights.tensor_set import CHUNK, check_finite
-from peralta_zmq.weights.version import DELTA_FILE, WEIGHTS_FILE, Version
 
 NEVER = 1e9  # seconds
 DEADLINE = 20.0
