@@ -55,7 +55,7 @@ from tools.base_model import new_model
 
 SLOTS = 32
 NUM_PROMPT, NUM_COMMON, NUM_NEW, SIBLINGS = 110, 90, 48, 4
-LENGTHS = (8, NUM_NEW)  # of the variant with varying lengths, uniform
+LENGTHS = (8, NUM_NEW)  # range of the varying lengths, uniform
 NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; 11 of its steps are timed
 # The sampling of the original program.
 SAMPLING = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)

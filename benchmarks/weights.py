@@ -35,7 +35,7 @@ QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 65536,
          "num_attention_heads": 8, "intermediate_size": 1536}  # fmt: skip
 RATES = (2e-6, 1e-6, 1e-5)
 REQUIRED = {"delta_vs_full_bf16_lr2e-6": 40.0, "entropy_share": 0.75}
-WARM_UP_STEPS = 2  # for AdamW's moments
+WARM_UP_STEPS = 2  # AdamW's moments need some steps
 PUBLISH_TIMEOUT = 600.0  # seconds
 CPU = torch.device("cpu")
 Measured = dict[str, list[float]]

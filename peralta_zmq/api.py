@@ -227,7 +227,7 @@ class Run:
                     raise TimeoutError(f"{self.folder} still runs after {timeout:g} s")
                 if not is_over:
                     time.sleep(0.2)
-            terminal.stall(self.verdict, now=time.time())  # of the whole run
+            terminal.stall(self.verdict, now=time.time())  # verdict of the whole run
         if self._process is not None and self._process.returncode:
             raise RunError(_last_lines(self.folder, self._first_byte))
         return self

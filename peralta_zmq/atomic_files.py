@@ -36,7 +36,7 @@ FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY = 1.0, 8.0
 CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 # Fields of a manifest other than `files`, or a function that returns them after writing the files.
 About: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
-Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"  # of a file, whole or in pieces
+Content: TypeAlias = "bytes | Iterable[bytes | memoryview]"  # content of a file, whole or in pieces
 STEP_NAME = re.compile(r"step_\d{6,8}")  # name of a folder or file, without suffix
 # Exceptions that reading fields from untrusted JSON may raise: OverflowError comes from int(1e999),
 # RecursionError from deeply nested brackets.

@@ -91,7 +91,7 @@ def _open(
     try:
         for name, argument_types in functions.items():
             getattr(library, name).argtypes = argument_types
-    except AttributeError as error:  # of another version of this package
+    except AttributeError as error:  # another version of this package has compiled it
         raise OSError(str(error)) from None
     if library.probe() == 0 and check(library):
         return library

@@ -219,7 +219,7 @@ def failure_text(error: OSError, folder: Path | str = "") -> str:
             if disk.f_favail == 0 and disk.f_files:
                 return f"{reason}: no inode is left for another file; delete files, also small ones"
         return f"{reason}; make room for it"
-    if error.errno in DENIED:  # by the file, or by the nearest folder that can be seen
+    if error.errno in DENIED:  # the file denies it, or the nearest folder that can be seen
         known = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
         owner = os.stat(known).st_uid
         mode = f"mode {stat.S_IMODE(os.stat(known).st_mode):o}"

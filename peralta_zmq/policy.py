@@ -26,7 +26,7 @@ class Policy:
 
     def __init__(self, config: Config, run: Path | None, step: int | None) -> None:
         self._config = config
-        self._num_calls = 0  # of `sample`
+        self._num_calls = 0  # calls of `sample`
         with ExitStack() as stack:
             self.engine, self.tokenizer = open_target(config, run, step, stack)
             self._stack = stack.pop_all()

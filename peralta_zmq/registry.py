@@ -114,7 +114,9 @@ class EngineSettings:
     max_model_len: int = 512  # maximum of prompt and completion together, in tokens
     quantize: int | None = None  # bits per weight; None = the weights as published
     gpu_memory_utilization: float | None = None  # fraction; None = vLLM's default, all
-    vllm_args: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of vllm.EngineArgs
+    vllm_args: Mapping[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # fields of vllm.EngineArgs
     keeps_turns: bool = False  # keep keys and values for requests that continue others
 
 
@@ -128,10 +130,10 @@ class WeightUpdate:
 
     step: int  # policy step
     tensors: Mapping[str, Any]  # torch tensors by name, valid during `apply` only
-    folder: Path | None = None  # of the version's files; None if the weights are in memory only
+    folder: Path | None = None  # the version's files; None if the weights are in memory only
     is_adapter: bool = False  # the tensors are those of a LoRA adapter (models/lora.py)
-    base_dtype: str = "float32"  # of an adapter
-    base_digest: str | None = None  # of the base weights if they are packed
+    base_dtype: str = "float32"  # format of the base that an adapter was trained on
+    base_digest: str | None = None  # digest of the base weights if they are packed
 
 
 class Engine(Protocol):

@@ -48,8 +48,10 @@ class ToolCall:
 class Message:
     role: Role
     content: str
-    name: str = ""  # of the tool, if this is the result of a call
-    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's message; not part of its content
+    name: str = ""  # the tool, if this is the result of a call
+    tool_calls: tuple[
+        ToolCall, ...
+    ] = ()  # calls in an assistant's message; not part of its content
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +250,8 @@ class RolloutGroup:
     group_number: int  # number of the group within an incarnation: 0, 1, 2, ...
     problem_id: str
     task: str  # Problem.task
-    policy_step: int  # of the oldest weights that sampled a token of the group
-    weights_id: str  # of the oldest weights: first 16 hex digits of their manifest's sha256
+    policy_step: int  # step of the oldest weights that sampled a token of the group
+    weights_id: str  # the oldest weights: first 16 hex digits of their manifest's sha256
     rollouts: Sequence[Rollout]
     min_group_number: int = 0  # the generator will never send or resend a group with a lower number
     sample_index: int | None = None

@@ -24,11 +24,11 @@ from peralta_zmq.rollout import Rollout, RolloutGroup
 from peralta_zmq.wire.auth import GeneratorKeys
 from peralta_zmq.wire.messages import MIN_LOGPROB
 
-NAME = "hostile"  # of the sender
-NUM_PROMPT, NUM_GENERATED, NUM_ROLLOUTS = 8, 8, 4  # of a group within all limits
+NAME = "hostile"  # name of the sender
+NUM_PROMPT, NUM_GENERATED, NUM_ROLLOUTS = 8, 8, 4  # sizes of a group within all limits
 FUTURE_STEPS = 1000
-CLOSE_SECONDS = 10.0  # in which libzmq connects and sends a group in the background
-SKEWED_LOGPROB = -60.0  # of all tokens of a group
+CLOSE_SECONDS = 10.0  # time for libzmq to connect and send a group in the background
+SKEWED_LOGPROB = -60.0  # logprob of all tokens of a group
 
 
 def group_within_limits(
@@ -114,7 +114,7 @@ class HostileSender:
     """
 
     def __init__(self, run_folder: Path, address: str, *, seed: int) -> None:
-        self.keys: GeneratorKeys | None = None  # of NAME, while the trainer is with keys
+        self.keys: GeneratorKeys | None = None  # keys of NAME, while the trainer uses keys
         self._run_folder = run_folder
         # A name among those of the generators' logs, which the promise checker reads.
         self._log = run_folder / "logs" / f"generator-{NAME}.log"

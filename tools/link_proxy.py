@@ -9,7 +9,7 @@ import threading
 from collections.abc import Generator
 
 CHUNK = 1 << 14  # bytes per read
-NUM_PORTS = 4  # that a trainer listens on
+NUM_PORTS = 4  # a trainer listens on them
 # Below the ephemeral range of the kernel: a restarted trainer finds its ports free, and no
 # generator that reconnects in a loop is connected to itself.
 PORTS = range(20_000, 32_000)

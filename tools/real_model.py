@@ -48,7 +48,7 @@ def make_model(folder: Path, wheels: Mapping[str, str] = WHEELS) -> None:
         if folder.exists():
             return
         print(f"making {NAME} (once; half a minute)", file=sys.stderr)
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
         packages = partial / "packages"
         packages.mkdir(parents=True)
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 MOUNTING = ("unshare", "--map-root-user", "--mount")
 MEGABYTES = 256  # a soak of the embedded model needs less than 100
 OUTAGES = ("away", "empty", "full", "read-only")
-LOCAL_OUTAGES = ("full", "read-only")  # of a disk that is no network mount
+LOCAL_OUTAGES = ("full", "read-only")  # outages of a disk that is no network mount
 
 
 class SmallDisk:

@@ -43,7 +43,7 @@ FINAL_STEPS = 20  # without faults
 PAUSE = (2.0, 6.0)  # seconds between two faults
 MIN_TRAINER_SECONDS = 15.0  # between two kills of the trainer
 SECONDS = (1.0, 10.0)  # duration of a fault
-OUTAGE_SECONDS = (5.0, 20.0)  # of a disk: longer than the restart of a worker
+OUTAGE_SECONDS = (5.0, 20.0)  # disk outages last longer than the restart of a worker
 FLIPPED_PORTS = ("rollouts", "announcements", "statuses")  # in the order of the ports
 # Range of the flipped bit; the handshake of a new connection takes the first 900 bytes.
 FLIP_BITS = 8 * 1000

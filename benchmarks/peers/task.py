@@ -14,7 +14,7 @@ from peralta_zmq.rollout import Problem
 @dataclass(frozen=True, slots=True)
 class Task:
     model: str  # folder
-    folder: str  # for files of the peer
+    folder: str  # files of the peer
     num_generations: int = 8
     batch_size: int = 128  # rollouts
     learning_rate: float = 2e-4

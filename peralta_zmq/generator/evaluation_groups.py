@@ -45,12 +45,12 @@ class EvaluationGroups:
         self._weights = weights
         self._link = link
         self._rewards = rewards
-        self._step: int | None = None  # of the newest evaluation that this generator took part in
+        self._step: int | None = None  # newest evaluation that this generator took part in
         # Of the running evaluation:
         self._held_out: Environments | None = None
-        self._positions: Iterator[int] = iter(())  # of the problems that were not started
+        self._positions: Iterator[int] = iter(())  # positions of problems that were not started
         self._groups: list[Group] = []  # in flight
-        self._scores: list[Future[list[Score]]] = []  # of the others
+        self._scores: list[Future[list[Score]]] = []  # scores of the groups that have ended
 
     @property
     def _due_step(self) -> int | None:

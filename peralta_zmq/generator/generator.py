@@ -31,7 +31,7 @@ from peralta_zmq.generator.weight_sync import (
 )
 from peralta_zmq.observe.terminal import WaitReport
 
-MAX_ENGINE_FAILURES = 3  # of the engine's process without a group in between
+MAX_ENGINE_FAILURES = 3  # crashes of the engine's process without a group in between
 logger = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ def run(config: Config) -> None:
             logger.warning("%s; continuing with engine.slots=%d", error, slots)
             engine = config.engine.model_copy(update={"slots": slots})
             config = config.model_copy(update={"engine": engine})
-        gc.collect()  # of the engine, which the traceback of the error referred to
+        gc.collect()  # the traceback of the error referred to the engine
 
 
 def run_once(config: Config) -> None:
@@ -154,7 +154,7 @@ class Generator:
             config, reader, self._training, weights, link, self._rewards
         )
         self._keeps_weights = config.weights.update == "between_groups"  # within a group
-        self._num_engine_failures = 0  # of the engine's process since the last finished group
+        self._num_engine_failures = 0  # crashes of its process since the last finished group
 
     def run(self) -> None:
         """Make training groups and announced evaluations until the run is complete."""

@@ -37,7 +37,7 @@ class Throughput:
     """Counts of an interval of time, which ends at the first status after a finished group."""
 
     num_tokens: int = 0  # generated tokens in finished groups
-    idle_seconds: float = 0.0  # in which the engine was empty, because no group could be started
+    idle_seconds: float = 0.0  # time without a group in the engine, because none could start
     queue_seconds: float = 0.0  # the same, while finished groups waited for room in the send queue
     started: float = field(default_factory=time.monotonic)  # begin of the interval
 

@@ -248,7 +248,7 @@ class SamplingPacer:
         groups_per_step: int,
         max_async_level: int,
         *,
-        name: str,  # of this generator
+        name: str,  # this generator
         steps_per_version: int = 1,
         follow_step_size: bool = False,
         silence_seconds: float = SILENCE_SECONDS,

@@ -121,7 +121,7 @@ def apply_newest(
         subscriber.reject(pending.version)
         logger.warning("refused version=%d reason=%s", pending.version.number, error)
         return current
-    except OSError as error:  # of the replica: the engine may have a part of the weights
+    except OSError as error:  # the replica is unreadable; the engine may have a part of it
         raise EngineProcessError(f"version {pending.version.number} not read: {error}") from None
     return _accept(subscriber, pending, started)
 

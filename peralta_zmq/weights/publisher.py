@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Retention:
     last: int = 3  # number of newest versions, which are not obsolete
     interval: int | None = None  # multiples of this number are not obsolete either
-    seconds: float = 0.0  # for which obsolete versions are kept, for slow readers
+    seconds: float = 0.0  # minimum time to keep obsolete versions, for slow readers
     max_obsolete: int = 64  # the oldest beyond these are removed at once
 
 
@@ -39,7 +39,7 @@ class Snapshot:
     step: int
     tensors: Tensors  # in memory; if moved, views of a temporary file
     wait_for_copies: Callable[[], None]  # returns when copies from the GPU are complete
-    stall_seconds: float  # for which the trainer waited for the copy
+    stall_seconds: float  # time that the trainer waited for the copy
     keyframe: bool  # write all weights; also true if a replaced snapshot required it
     is_moved: bool = False
 
@@ -51,10 +51,10 @@ class PublishReport:
     step: int
     version: Version | None
     reason: str
-    stall_seconds: float  # of the snapshot
+    stall_seconds: float  # Snapshot.stall_seconds
     encode_seconds: float
     write_seconds: float  # everything else: hashing, disk or network, pruning
-    cause: BaseException | None = None  # of the failure
+    cause: BaseException | None = None  # what made it fail
 
 
 class WeightPublisher:
@@ -297,9 +297,9 @@ class VersionWriter:
         self._before_write = before_write
         self._on_published = on_published
         self._pruner = Pruner(store, retention)
-        self._base: Base | None = None  # of the next delta: the last version; None: no delta
+        self._base: Base | None = None  # base of the next delta: the last version
         self._logged_reason = ""  # last logged reason to write keyframes only
-        self._encode_seconds = 0.0  # of the current version
+        self._encode_seconds = 0.0  # time spent on the current version
         self._seconds_per_byte = 8e-6 / max_mbit_per_s if max_mbit_per_s else 0.0
         self._free_at = 0.0  # when the rate limit permits the next piece, in monotonic seconds
         self._unlimited = threading.Event()  # set: the rate limit is lifted

@@ -105,7 +105,7 @@ class LocalReplica:
             failpoint("load.fetched")  # here a test can kill the process
             before_change()
             self._change(store, chain, incoming)
-        except OSError as error:  # of the local disk
+        except OSError as error:  # the local disk fails
             raise StoreError(f"the copy in {self.folder} cannot be written: {error}") from None
         finally:
             with contextlib.suppress(OSError):  # rmtree may raise in spite of ignore_errors

@@ -121,7 +121,9 @@ class WeightStore:
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
-        self.min_number = 0  # of the next version: above those that were published and are gone
+        self.min_number = (
+            0  # lower bound of the next number: above published versions that are gone
+        )
         self._mismatches: Counter[str] = Counter()  # failed verifications, by weights_id
         self._invalid: set[int] = set()  # listed numbers without a valid version of this run
         self.max_rechecks = 100  # invalid versions that each call of `newest` checks again

@@ -36,7 +36,7 @@ class PendingWeights:
 
     version: Version
     tensors: Mapping[str, torch.Tensor]  # views of the replica, valid until accepted or rejected
-    folder: Path  # of the replica, with all files that `from_pretrained` needs
+    folder: Path  # the replica, with all files that `from_pretrained` needs
     bytes_read: int  # from the store; 0 if the replica had this version already
     visible_seconds: float  # from the discovery of the version until it was ready
 

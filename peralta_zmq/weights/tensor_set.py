@@ -31,7 +31,7 @@ DTYPE_NAMES = {
     **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
 ALL_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-DISK_FOLDER = "/var/tmp"  # for temporary files; /tmp may be in memory
+DISK_FOLDER = "/var/tmp"  # folder of temporary files; /tmp may be in memory
 CHUNK = 1 << 20  # elements (or bytes) processed at a time
 
 

@@ -40,7 +40,7 @@ class KeyFileError(WireError):
 
 @dataclass(frozen=True, slots=True)
 class GeneratorKeys:
-    name: str  # of the generator
+    name: str
     secret: bytes  # secret key of the generator
     trainer: bytes  # public key of the trainer
 

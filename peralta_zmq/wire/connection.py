@@ -45,8 +45,8 @@ class ConnectionTiming:
     silent_seconds: float = SILENT_SECONDS
     max_silent_seconds: float = 160.0  # between attempts, which become rarer during silence
     retry_seconds: float = 0.5  # from a refused handshake to the next attempt
-    patience_seconds: float = 20.0  # of failed handshakes, until a refusal is reported
-    handshake_seconds: float = HANDSHAKE_SECONDS  # of the server
+    patience_seconds: float = 20.0  # failed handshakes before a refusal is reported
+    handshake_seconds: float = HANDSHAKE_SECONDS  # limit of the server
     # Between two attempts to connect; libzmq doubles it after each attempt, up to a second: a short
     # run could end before the generators received an announcement.
     reconnect_seconds: float = 0.1
@@ -83,7 +83,7 @@ class ClientConnection:
         # first one.
         self.failures: dict[str, tuple[int, float]] = {}
         self.retry_at = float("inf")  # monotonic seconds; infinite if no attempt is planned
-        self._silence_limit = timing.silent_seconds  # of silence before the next attempt
+        self._silence_limit = timing.silent_seconds  # silence before the next attempt
         use_keys(client, keys)
         client.setsockopt(zmq.RECONNECT_IVL, int(timing.reconnect_seconds * 1000))
         # A new endpoint each time: libzmq releases a closed endpoint only some time later.
@@ -103,7 +103,7 @@ class ClientConnection:
         refused handshakes for the same reason for `patience_seconds`. After a success with these
         keys, damaged data is the likely cause. Can block for half a second.
         """
-        reasons: list[str] = []  # of failed handshakes since the previous call
+        reasons: list[str] = []  # why handshakes failed since the previous call
         while self._events.poll(0):
             message: Any = parse_monitor_message(self._events.recv_multipart())
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

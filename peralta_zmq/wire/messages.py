@@ -325,8 +325,8 @@ class LazyRollouts(Sequence[Rollout]):
     turns: tuple[int, ...]
     spans: tuple[int, ...]
     segments: tuple[int, ...]  # values of the column `policy_steps`
-    policy_step: int  # of the group
-    named_rewards: list[dict[str, float]]  # of each rollout
+    policy_step: int  # RolloutGroup.policy_step
+    named_rewards: list[dict[str, float]]  # one dict per rollout
     summary: GroupSummary
     _rollouts: tuple[Rollout, ...] | None = None
 

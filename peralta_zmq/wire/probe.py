@@ -46,8 +46,8 @@ class ProbeReply:
     time: float = 0.0  # unix seconds of the reply, by the server's clock
     worker_info: dict[str, str] = field(default_factory=dict[str, str])
     """Constants of the server's process: versions of libraries, device, dtype."""
-    created_file: str = ""  # for "create_file": name of the new file in the weights folder
-    error: str = ""  # for "create_file": why no file was created; empty after a success
+    created_file: str = ""  # name of the file that "create_file" has made
+    error: str = ""  # why "create_file" made no file; empty after a success
 
 
 def encode_probe_request(request: ProbeRequest, payload: bytes = b"") -> bytes:
