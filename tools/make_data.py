@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools import calculator_problems, extract_problems
+from tools import calculator_problems
 
 TEXT = (
     "add ant arm art bag bed bell bird boat book bowl box bread brick bus cake cap car cat chair "
@@ -18,6 +19,37 @@ TEXT = (
     "sand seed ship shoe snow sock soup star sun tail tent tree wall wind wolf wood yard zoo"
 )
 WORDS = TEXT.split()
+
+
+# Sentences of the task extract; its held-out file has other names and other cities.
+FORMS = (
+    "{name} is {age} years old and lives in {city}.",
+    "At {age}, {name} still repairs bicycles in {city}.",
+    "{city} has been home to {name}, who is {age}, since last spring.",
+    "My neighbour {name} turned {age} last week and is moving to {city}.",
+    "In {city} I met {name}, aged {age}.",
+    "{name} ({age}) runs a bakery in {city}.",
+    "The {age}-year-old {name} drives a tram in {city}.",
+    "Born {age} years ago, {name} teaches music in {city}.",
+)
+TRAIN_NAMES = (
+    "Alice Amir Beatrix Carlos Chloe Dmitri Elena Farid Greta Hassan "
+    "Ingrid Jonas Keiko Liam Maria Nadia Oscar Priya Rosa Sven"
+)
+TRAIN_CITIES = (
+    "Athens Berlin Cairo Dublin Geneva Hamburg Istanbul Jakarta Kyoto Lisbon "
+    "Madrid Nairobi Oslo Paris Quito Rome Seoul Tunis Vienna Warsaw"
+)
+EVAL_NAMES = (
+    "Anton Bianca Cedric Daria Emil Fatima Gustav Hana Ivan Julia "
+    "Karim Leila Mateo Nora Omar Paula Rahul Sofia Thomas Yuki"
+)
+EVAL_CITIES = (
+    "Amsterdam Boston Copenhagen Delhi Edinburgh Florence Glasgow Helsinki Krakow London "
+    "Milan Naples Osaka Prague Riga Stockholm Toronto Utrecht Venice Zurich"
+)
+AGES = range(18, 90)
+EXAMPLE = {"name": "Bob", "age": 50, "city": "Bonn"}
 
 
 class Row(NamedTuple):
@@ -83,6 +115,35 @@ def _power(numbers: random.Random) -> Row:
     return Row(f"What is {base} to the power of {exponent}?", str(base**exponent))
 
 
+def extract_files(seed: int) -> dict[str, list[Row]]:
+    """The data sets by file name; all sentences are distinct."""
+    return {
+        "extract_500": _extract_rows(
+            TRAIN_NAMES, TRAIN_CITIES, 500, random.Random(f"extract train {seed}")
+        ),
+        "extract_60": _extract_rows(
+            EVAL_NAMES, EVAL_CITIES, 60, random.Random(f"extract eval {seed}")
+        ),
+    }
+
+
+def _extract_rows(names: str, cities: str, num_rows: int, numbers: random.Random) -> list[Row]:
+    rows: dict[str, Row] = {}
+    while len(rows) < num_rows:
+        fields = {
+            "name": numbers.choice(names.split()),
+            "age": numbers.choice(AGES),
+            "city": numbers.choice(cities.split()),
+        }
+        sentence = numbers.choice(FORMS).format(**fields)
+        prompt = (
+            "Write the name, age and city of the person as JSON, "
+            f"for example {json.dumps(EXAMPLE)}.\n{sentence}"
+        )
+        rows.setdefault(prompt, Row(prompt, json.dumps(fields)))
+    return list(rows.values())
+
+
 # Task -> (function that makes a random row, number of train rows, number of eval rows).
 SETS: dict[str, tuple[Callable[[random.Random], Row], int, int]] = {
     "countdown": (countdown, 1000, 100),
@@ -95,7 +156,7 @@ def data_files(seed: int = 0) -> dict[str, Sequence[NamedTuple]]:
     """All data sets by file name; train and eval files of a task share no prompt."""
     files: dict[str, Sequence[NamedTuple]] = {
         **calculator_problems.calculator_files(seed),
-        **extract_problems.extract_files(seed),
+        **extract_files(seed),
     }
     for task, (make, num_train, num_eval) in SETS.items():
         numbers = random.Random(f"{task} {seed}")

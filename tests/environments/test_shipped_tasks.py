@@ -20,7 +20,7 @@ from peralta_zmq.environments.dataset import load_problems
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Message, Problem
-from tools import extract_problems
+from tools import make_data
 
 ANN = '{"name": "Ann", "age": 30, "city": "Oslo"}'
 NO_EXPRESSIONS = (
@@ -112,7 +112,7 @@ def test_splits_of_extract_share_no_sentence_name_or_city() -> None:
         assert extract.reward(each, each.answer) == 1.0
     assert not {each.question for each in train} & {each.question for each in held_out}
     words = " ".join(each.question for each in held_out)
-    for name in (*extract_problems.TRAIN_NAMES.split(), *extract_problems.TRAIN_CITIES.split()):
+    for name in (*make_data.TRAIN_NAMES.split(), *make_data.TRAIN_CITIES.split()):
         assert name not in words
 
 
