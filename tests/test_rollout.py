@@ -33,11 +33,6 @@ def test_rollout_of_joins_prompt_and_completion() -> None:
     assert (rollout.reward, rollout.rewards) == (0.5, {})
 
 
-def test_rollout_keeps_named_rewards() -> None:
-    rollout = rollout_of(COMPLETION, 1.25, {"right": 1.0, "short": 0.25})
-    assert (rollout.reward, rollout.rewards) == (1.25, {"right": 1.0, "short": 0.25})
-
-
 @pytest.mark.parametrize(
     ("rewards", "turn_rewards", "signal"),
     [
@@ -67,12 +62,6 @@ def test_turn_index_counts_spans_of_generated_tokens() -> None:
     assert rollout.num_turns == 2
 
 
-def test_rollout_refuses_arrays_of_unequal_length() -> None:
-    rollout = rollout_with(1.0)
-    with pytest.raises(AssertionError):
-        dataclasses.replace(rollout, logprobs=rollout.logprobs[1:])
-
-
 @pytest.mark.parametrize(
     ("rewards", "signal"),
     [([1, 0, 0, 1], True), ([0, 0, 0, 0], False), ([0.5, 0.5], False), ([1.0], False),
@@ -80,8 +69,3 @@ def test_rollout_refuses_arrays_of_unequal_length() -> None:
 )  # fmt: skip
 def test_group_has_signal_when_rewards_differ(rewards: list[float], signal: bool) -> None:
     assert group_of(rewards).has_signal is signal
-
-
-def test_sender_names_generator_and_incarnation() -> None:
-    group = group_of([1.0], generator_id="ann", incarnation=bytes(range(8)))
-    assert group.sender == "ann/0001020304050607"

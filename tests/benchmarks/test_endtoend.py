@@ -30,17 +30,15 @@ def result(wall: float, *, reached: bool = True) -> endtoend.RunResult:
     )  # fmt: skip
 
 
-def test_goal_is_the_first_step_with_the_mean_of_the_last_five() -> None:
-    # means of five: .88, .9, .94
-    assert endtoend.steps_to_goal(rows(0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 1.0)) == 6
-
-
-def test_goal_needs_five_steps() -> None:
-    assert endtoend.steps_to_goal(rows(1.0, 1.0, 1.0, 1.0)) is None
-
-
-def test_goal_is_not_reached_by_single_high_rewards() -> None:
-    assert endtoend.steps_to_goal(rows(0.5, 1.0, 0.5, 1.0, 0.5, 1.0, 0.5)) is None
+@pytest.mark.parametrize(("rewards", "steps"), [
+    ((0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 1.0), 6),  # means of five: .88, .9, .94
+    ((1.0, 1.0, 1.0, 1.0), None),
+    ((0.5, 1.0, 0.5, 1.0, 0.5, 1.0, 0.5), None),
+])  # fmt: skip
+def test_goal_is_the_first_step_with_the_mean_of_the_last_five(
+    rewards: tuple[float, ...], steps: int | None
+) -> None:
+    assert endtoend.steps_to_goal(rows(*rewards)) == steps
 
 
 def test_ratio_is_the_median_over_the_rounds() -> None:
@@ -66,11 +64,6 @@ def test_everything_is_loaded_when_the_first_generator_joins(tmp_path: Path) -> 
     command = ["sleep", "60"]
     with MeasuredCommand(command, cwd=REPO, environment={}, errors=subprocess.DEVNULL) as child:
         assert next(endtoend.our_rows(tmp_path, child)) == {"time": 101.0}
-
-
-def test_share_of_local_ready_is_the_used_part_of_the_limit() -> None:
-    claim = endtoend.ready_claim([6.0, 1.0, 1.5])
-    assert (claim.ours, claim.bound, claim.share, claim.n) == (1.5, 3.0, 0.5, 3)
 
 
 ORPHAN = """

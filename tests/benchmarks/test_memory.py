@@ -38,12 +38,6 @@ def test_watch_finds_the_peak_of_anonymous_memory() -> None:
     assert peak.private <= peak.resident
 
 
-def test_unknown_cell_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CELLS", "full_70b")
-    with pytest.raises(SystemExit, match="full_70b; choose from full_0"):
-        list(memory.run(quick=True))
-
-
 @pytest.mark.slow
 def test_cell_is_measured_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(memory.SHAPES, "0.6b", SHAPE)

@@ -137,14 +137,6 @@ def test_copies_are_freed_while_their_version_is_written(
     assert same(loaded(store, versions[1]), weights_at(92))
 
 
-def test_copies_stay_in_memory_unless_it_is_short(
-    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_set, "temporary_copy", None)
-    publisher = open_publisher()
-    assert [published(publisher, step).kind for step in range(2)] == ["keyframe", "delta"]
-
-
 @pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"keyframe_interval": 1}])
 def test_copies_that_are_no_base_of_a_delta_are_freed(
     open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
