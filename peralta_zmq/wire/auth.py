@@ -14,6 +14,7 @@ import stat
 import threading
 import time
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 import zmq
@@ -87,7 +88,9 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     """Read the keys of the generator `name`. Raises WireError and OutageError, as `_read_key`."""
     _check_name(name)
     file = folder / f"{name}{SECRET}"
-    if not os.path.exists(file) and (others := _names_of_secrets(folder)):
+    secrets = sorted(glob(f"*{SECRET}", root_dir=folder))  # empty for an unreadable folder
+    others = [entry.removesuffix(SECRET) for entry in secrets if entry != f"{TRAINER}{SECRET}"]
+    if others and not os.path.exists(file):
         choice = others[0] if len(others) == 1 else f"one of {', '.join(others)}"
         raise KeyFileError(
             f"key {file} does not exist; did you mean --generator.name {choice}, whose key is "
@@ -97,14 +100,6 @@ def generator_keys(folder: Path, name: str) -> GeneratorKeys:
     keys = GeneratorKeys(name, secret, _read_key(folder / f"{TRAINER}{PUBLIC}", PUBLIC))
     _check_and_list(folder)  # only the check of the folder's permissions is needed here
     return keys
-
-
-def _names_of_secrets(folder: Path) -> list[str]:
-    try:
-        names = [os.path.splitext(entry) for entry in sorted(os.listdir(folder))]
-    except OSError:
-        return []
-    return [name for name, kind in names if kind == SECRET and name != TRAINER]
 
 
 def known_generators(folder: Path, *, strict: bool = True) -> dict[bytes, str]:

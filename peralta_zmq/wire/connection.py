@@ -123,7 +123,10 @@ class ClientConnection:
             self._connect_again()
         is_known = self._is_accepted or self._keys in _accepted_keys
         if reasons and (is_known or not self.raises_refusals):
-            self._log_failure(reasons[0])
+            if not self._is_failing:
+                text = "connection failed name=%s; trying again: %s"
+                logger.warning(text, self._name, reasons[0])
+            self._is_failing = True
         elif reasons:
             self._check_patience(reasons)
         return is_due
@@ -162,11 +165,6 @@ class ClientConnection:
         self.retry_at = float("inf")
         self._client.disconnect(self._address)
         self._client.connect(self._address)
-
-    def _log_failure(self, reason: str) -> None:
-        if not self._is_failing:
-            logger.warning("connection failed name=%s; trying again: %s", self._name, reason)
-        self._is_failing = True
 
     def _check_patience(self, reasons: list[str]) -> None:
         """Raise WireError if the trainer has refused handshakes for one reason for too long.
