@@ -449,6 +449,22 @@ def test_statuses_make_room_for_connections(stack: ExitStack) -> None:
         eventually(arrives)
 
 
+def test_quota_is_in_messages_of_the_largest_size() -> None:
+    limits = wire.ServerLimits(max_unread_bytes=1000, min_connections=2)
+    quota = auth.ConnectionQuota(queue=3, max_bytes=100, limits=limits)  # ten messages
+    assert [quota.take() for _ in range(4)] == [True, True, True, False]
+    for _ in range(2):
+        quota.on_message_read()
+    assert [quota.take(), quota.take()] == [True, False]
+    quota.on_socket_empty()
+    for _ in range(5):  # more than were taken: there is no credit
+        quota.on_message_read()
+    assert [quota.take() for _ in range(4)] == [True, True, True, False]
+    # Fewer messages than two connections hold.
+    large = auth.ConnectionQuota(queue=3, max_bytes=900, limits=limits)
+    assert [large.take() for _ in range(3)] == [True, True, False]
+
+
 # Key files.
 
 
