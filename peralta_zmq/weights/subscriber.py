@@ -55,9 +55,11 @@ class WeightSubscriber:
         *,
         poll_seconds: float = 2.0,
         first_poll_seconds: float = 0.2,  # between polls until the first version is found
+        offline_seconds: float = 5.0,  # without a store, until an earlier replica is offered
     ) -> None:
         self._store = store
         self._first_poll_seconds = first_poll_seconds
+        self._offline_seconds = offline_seconds
         self._poll_seconds = poll_seconds
         self._resources = contextlib.ExitStack()
         replica = LocalReplica(self._resources.enter_context(locked_folder(folder)))
@@ -146,9 +148,11 @@ class WeightSubscriber:
     def _run(self) -> None:
         try:
             self._loader.replica.recover()
+            started = time.monotonic()
             while not self._closing:
                 self._wake.clear()
-                if weights := self._load():
+                seconds = time.monotonic() - started
+                if weights := self._load(offline=seconds > self._offline_seconds):
                     with self._changed:
                         self._offered = weights
                         self._changed.notify_all()
@@ -159,11 +163,15 @@ class WeightSubscriber:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _load(self) -> PendingWeights | None:
-        """Load the newest version, if it is new."""
+    def _load(self, *, offline: bool) -> PendingWeights | None:
+        """Load the newest version, if it is new; `offline`: the replica of an earlier process."""
         accepted = self._accepted  # read once, because the generator's thread may change it
         model = accepted.field("model") if accepted else None
-        return self._loader.load_newest(self._known_versions(), model, self._wait_until_unused)
+        known = self._known_versions()
+        weights = self._loader.load_newest(known, model, self._wait_until_unused)
+        if weights is None and offline and not known:
+            return self._loader.load_offline()
+        return weights
 
     def _known_versions(self) -> list[Version]:
         with self._changed:
@@ -238,6 +246,22 @@ class VersionLoader:
                     self.store_error = "" if self.wants_keyframe else printable(str(error))
                     return None  # the error may be transient: try again at the next poll
                 # The version was quarantined or removed: try the version before it.
+
+    def load_offline(self) -> PendingWeights | None:
+        """The replica of an earlier process, if the store is unreachable."""
+        version = self.replica.version
+        if version is None or self._store.run_id is not None:
+            return None
+        self._discovered = version.number, time.monotonic()
+        try:
+            pending = self._pending(version, bytes_read=0)
+        except StoreError as error:
+            self.replica.version = None
+            self._log_once(str(error))
+            return None
+        text = "no store at %s: serving version=%d of the local copy"
+        logger.warning(text, self._store.address, version.number)
+        return pending
 
     def _find_announced(self, known: Sequence[Version]) -> Version | None:
         """The announced version, which can be opened on some NAS before it is listed."""

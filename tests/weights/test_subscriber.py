@@ -155,6 +155,19 @@ def test_restart_reads_nothing_that_is_in_the_copy(store: WeightStore, subscribe
     assert (weights.version.weights_id, weights.bytes_read) == (versions[1].weights_id, 0)
 
 
+def test_restart_without_a_store_offers_the_last_copy(
+    store: WeightStore, subscribe: Opener, tmp_path: Path
+) -> None:
+    versions = publish_chain(store, 2)
+    with closing(subscribe()) as subscriber:
+        assert accepts(subscriber, versions[1])
+    store.folder.rename(tmp_path / "away")
+    subscriber = subscribe(offline_seconds=0.2)
+    assert accepts(subscriber, versions[1])
+    (tmp_path / "away").rename(store.folder)
+    assert accepts(subscriber, publish(store, 2, base=versions[1]))
+
+
 def test_copy_of_another_process_is_not_touched(store: WeightStore, subscribe: Opener) -> None:
     first = publish(store, 0)
     assert accepts(subscribe(), first)
@@ -230,14 +243,19 @@ def test_weights_that_cannot_be_used_are_not_offered(
 
 
 def test_copy_that_is_not_finite_is_not_offered_after_a_restart(
-    store: WeightStore, subscribe: Opener, caplog: pytest.LogCaptureFixture
+    store: WeightStore,
+    subscribe: Opener,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     publish_nan(store, 1)
     for _ in range(2):
         caplog.clear()
-        with closing(subscribe()) as subscriber:
+        with closing(subscribe(offline_seconds=0.2)) as subscriber:
             until(lambda one=subscriber: one.poll(timeout=0.1) or "not finite" in caplog.text)
             assert subscriber.poll(timeout=0.3) is None
+        if store.folder.exists():
+            store.folder.rename(store.folder.with_name("away"))
+    assert "serving version" not in caplog.text
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
