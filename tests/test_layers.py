@@ -48,6 +48,7 @@ LIBRARIES = {  # the only modules that may import a library
     "zmq": {"wire"},
     "msgpack": {"wire"},
     "isal": {"wire", "weights", "trainer.journal"},
+    "watchdog": {"weights"},
     "zstandard": {"weights"},
     "obstore": {"weights"},
     "mlx": {"engines.mlx"},

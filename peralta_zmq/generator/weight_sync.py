@@ -144,6 +144,7 @@ def open_subscriber(config: Config, name: str) -> WeightSubscriber:
         WeightStore.open(address, token=read_private_token(config.security.token_file)),
         config.run_folder / "copies" / name,
         poll_seconds=config.weights.poll_seconds,
+        watch=None if "://" in address else config.weights_folder,
     )
 
 

@@ -7,12 +7,14 @@ import errno
 import hashlib
 import http.client
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
 
 from peralta_zmq import atomic_files
 from peralta_zmq.addresses import host_and_port
@@ -292,6 +294,54 @@ class ProbeFile:
         with contextlib.suppress(OSError):
             for file in self._folder.glob(f"{PROBE_PREFIX}*"):
                 file.unlink(missing_ok=True)
+
+
+class FolderWatcher:
+    """Calls `on_change`, in its own thread, when a name appears in a folder; if given, only `name`.
+
+    Changes by another machine on a NAS cause no event, so callers must also poll. Use with
+    `closing`. Raises OSError if the folder does not exist.
+    """
+
+    def __init__(self, folder: Path, on_change: Callable[[], None], *, name: str = "") -> None:
+        self.folder = folder
+        self._stat = os.stat(folder)
+        self._observer = Observer()
+        self._observer.schedule(_NewNames(on_change, name), str(folder))
+        try:
+            self._observer.start()
+        except OSError:
+            self._observer.stop()  # its threads, and their descriptors
+            raise
+
+    def is_current(self) -> bool:
+        """False if the path now leads to another folder, e.g. after a mount."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(self._stat, os.stat(self.folder))
+        return True
+
+    def close(self) -> None:
+        """Stop the thread; waits at most 1 s: an unresponsive mount may block it."""
+        self._observer.stop()
+        self._observer.join(timeout=1.0)
+
+
+class _NewNames(FileSystemEventHandler):
+    def __init__(self, on_change: Callable[[], None], name: str) -> None:
+        self._on_change = on_change
+        self._name = name
+
+    def on_moved(self, event: FileSystemEvent) -> None:
+        self._report(event.dest_path)  # a version gets its name by a rename
+
+    def on_created(self, event: FileSystemEvent) -> None:
+        self._report(event.src_path)
+
+    def _report(self, path: bytes | str) -> None:
+        name = Path(os.fsdecode(path)).name
+        # Hidden names are locks and temporary folders.
+        if name == self._name or not (self._name or name.startswith(".")):
+            self._on_change()
 
 
 def filesystem_of(folder: Path) -> str:

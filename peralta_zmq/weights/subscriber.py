@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import random
 import threading
 import time
@@ -24,6 +25,7 @@ import torch
 from peralta_zmq.atomic_files import MAX_REASON, failpoint
 from peralta_zmq.errors import ChainError, StoreError, printable
 from peralta_zmq.weights import tensor_set
+from peralta_zmq.weights.backends import FolderWatcher
 from peralta_zmq.weights.replica import LocalReplica, locked_folder
 from peralta_zmq.weights.store import Version, WeightStore
 
@@ -45,7 +47,8 @@ class WeightSubscriber:
     """Owns the subscription thread and the local replica. Use with `closing`.
 
     `folder` keeps the replica across restarts; if another process has locked it, a temporary one is
-    used. The thread polls every `poll_seconds`, and when a version is announced.
+    used. The thread polls every `poll_seconds`, when a version is announced, and when a name
+    appears in the folder `watch` or that folder itself appears.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class WeightSubscriber:
         folder: Path,
         *,
         poll_seconds: float = 2.0,
+        watch: Path | None = None,
         first_poll_seconds: float = 0.2,  # between polls until the first version is found
         offline_seconds: float = 5.0,  # without a store, until an earlier replica is offered
     ) -> None:
@@ -61,9 +65,11 @@ class WeightSubscriber:
         self._first_poll_seconds = first_poll_seconds
         self._offline_seconds = offline_seconds
         self._poll_seconds = poll_seconds
+        self._watched = watch
         self._resources = contextlib.ExitStack()
         replica = LocalReplica(self._resources.enter_context(locked_folder(folder)))
         self._loader = VersionLoader(store, replica)
+        self._watcher: FolderWatcher | None = None
         self._offered: PendingWeights | None = None  # loaded, not yet polled
         self._polled: PendingWeights | None = None  # not yet accepted or rejected
         self._accepted: Version | None = None
@@ -141,6 +147,8 @@ class WeightSubscriber:
             self._changed.notify_all()
         self._wake.set()
         self._thread.join(timeout=2.0)
+        if self._watcher:
+            self._watcher.close()
         self._resources.close()
 
     # Methods of the thread.
@@ -151,6 +159,7 @@ class WeightSubscriber:
             started = time.monotonic()
             while not self._closing:
                 self._wake.clear()
+                self._watch_folder()
                 seconds = time.monotonic() - started
                 if weights := self._load(offline=seconds > self._offline_seconds):
                     with self._changed:
@@ -162,6 +171,27 @@ class WeightSubscriber:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+    def _watch_folder(self) -> None:
+        """Watch the folder, or its parent until it exists, and again after a mount replaced it."""
+        if self._watched is None:
+            return
+        folder = self._watched
+        name = ""
+        try:
+            os.stat(folder)
+        except FileNotFoundError:
+            folder, name = folder.parent, folder.name
+        except OSError:
+            return  # unreadable for now: keep the watcher
+        if self._watcher and self._watcher.folder == folder and self._watcher.is_current():
+            return
+        with contextlib.suppress(OSError):
+            replaced = self._watcher
+            self._watcher = None
+            if replaced:
+                replaced.close()
+            self._watcher = FolderWatcher(folder, self._wake.set, name=name)
 
     def _load(self, *, offline: bool) -> PendingWeights | None:
         """Load the newest version, if it is new; `offline`: the replica of an earlier process."""

@@ -1,9 +1,11 @@
-"""The local folder: renames, named pipes and file system types."""
+"""The local folder: renames, named pipes, folder events and file system types."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 from weight_sets import loaded, publish
 
 from peralta_zmq.errors import StoreError
-from peralta_zmq.weights.backends import filesystem_of
+from peralta_zmq.weights.backends import FolderWatcher, filesystem_of
 from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore
+
+DEADLINE = 10.0
 
 
 def test_file_system_that_cannot_rename_folders_is_refused(
@@ -46,6 +50,45 @@ def test_named_pipes_in_the_folder_block_no_process(store: WeightStore) -> None:
         assert store.newest() is None
     put_pipe(store.folder / "RUN.json")
     assert store.run_id is None
+
+
+# Folder events.
+
+
+def test_watcher_reports_new_names_but_no_temporary_names_or_reads(tmp_path: Path) -> None:
+    changed = threading.Event()
+    with closing(FolderWatcher(tmp_path, changed.set)):
+        (tmp_path / ".tmp-step_00000001").mkdir()
+        assert not changed.wait(0.2)
+        (tmp_path / ".tmp-step_00000001").rename(tmp_path / "step_00000001")
+        assert changed.wait(DEADLINE)
+        changed.clear()
+        (tmp_path / "RUN.json").write_text("{}")
+        assert changed.wait(DEADLINE)
+        changed.clear()
+        (tmp_path / "RUN.json").read_text()
+        assert not changed.wait(0.2)
+
+
+def test_watcher_of_one_name_reports_no_other(tmp_path: Path) -> None:
+    changed = threading.Event()
+    with closing(FolderWatcher(tmp_path, changed.set, name="weights")):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other").rename(tmp_path / "another")
+        assert not changed.wait(0.2)
+        (tmp_path / "weights").mkdir()
+        assert changed.wait(DEADLINE)
+
+
+def test_watcher_is_not_current_after_the_folder_was_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    with closing(FolderWatcher(folder, lambda: None)) as watcher:
+        assert watcher.is_current()
+        folder.rename(tmp_path / "away")
+        assert watcher.is_current()  # there is no other folder to watch
+        folder.mkdir()
+        assert not watcher.is_current()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Generators find versions by listing or announcement, and survive faults of the store."""
+"""Generators find versions by listing, event or announcement, and survive faults of the store."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from damage import flip_bit, remove, truncate
 from real_programs import until
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
+from peralta_zmq.weights.backends import FolderWatcher
 from peralta_zmq.weights.publisher import Pruner, Retention
 from peralta_zmq.weights.store import DELTA_FILE, WEIGHTS_FILE, Version, WeightStore
 from peralta_zmq.weights.subscriber import PendingWeights, WeightSubscriber
@@ -75,6 +76,28 @@ def test_unreadable_store_is_logged_once_and_reported_until_it_is_back(
 
 
 # Finding versions.
+
+
+@pytest.mark.parametrize("by_event", [False, True])
+def test_listing_or_folder_event_alone_finds_a_version(
+    store: WeightStore, subscribe: Opener, by_event: bool
+) -> None:
+    first = publish(store, 0)
+    subscriber = subscribe(
+        poll_seconds=NEVER if by_event else 0.1, watch=store.folder if by_event else None
+    )
+    assert accepts(subscriber, first)
+    assert accepts(subscriber, publish(store, 1, base=first))
+
+
+def test_event_alone_finds_a_folder_that_did_not_exist(
+    store: WeightStore, subscribe: Opener, tmp_path: Path
+) -> None:
+    store.folder.rename(tmp_path / "away")
+    subscriber = subscribe(poll_seconds=NEVER, first_poll_seconds=NEVER, watch=store.folder)
+    assert subscriber.poll(timeout=0.5) is None  # it watches the folder above
+    (tmp_path / "away").rename(store.folder)
+    assert accepts(subscriber, publish(store, 0))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit("broken")])
@@ -301,7 +324,7 @@ def test_unreadable_version_is_read_when_it_becomes_readable(
 def test_vanished_mount_is_read_again_when_it_returns(
     store: WeightStore, subscribe: Opener, tmp_path: Path, mount_point_stays: bool
 ) -> None:
-    subscriber = subscribe()
+    subscriber = subscribe(watch=store.folder)
     first = publish(store, 0)
     assert accepts(subscriber, first)
     store.folder.rename(tmp_path / "away")
@@ -317,10 +340,31 @@ def test_vanished_mount_is_read_again_when_it_returns(
     assert accepts(subscriber, publish(store, 1, base=first))
 
 
+def test_folder_that_vanishes_before_it_is_watched_is_watched_later(
+    store: WeightStore, subscribe: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_attempts = 0
+
+    def watch(folder: Path, *arguments: Any, **options: Any) -> FolderWatcher:
+        nonlocal num_attempts
+        if not num_attempts:
+            store.folder.rename(tmp_path / "away")
+        num_attempts += 1
+        return FolderWatcher(folder, *arguments, **options)
+
+    monkeypatch.setattr("peralta_zmq.weights.subscriber.FolderWatcher", watch)
+    first = publish(store, 0)
+    subscriber = subscribe(watch=store.folder)
+    assert subscriber.poll(timeout=0.5) is None
+    (tmp_path / "away").rename(store.folder)
+    assert accepts(subscriber, first)
+    assert num_attempts > 1
+
+
 def test_folder_that_vanishes_repeatedly_is_followed(
     store: WeightStore, subscribe: Opener, tmp_path: Path
 ) -> None:
-    subscriber = subscribe(poll_seconds=0.001)
+    subscriber = subscribe(watch=store.folder, poll_seconds=0.001)
     pruner = Pruner(store, Retention(last=3))
     base, current = publish(store, 0), -1
     for step in range(1, 60):

@@ -7,7 +7,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from peralta_zmq import addresses, atomic_files
@@ -60,21 +62,29 @@ def check_visible(
     folder: Path, create_file: Callable[[], str], *, timeout_seconds: float = 30.0
 ) -> Check:
     """Check that a file which `create_file` creates on the trainer's machine appears here."""
-    name = create_file()
-    started = time.monotonic()
-    while name not in os.listdir(folder):
-        if time.monotonic() - started > timeout_seconds:
-            remedy = "it is another folder: mount the same one, and set weights.dir to it"
-            detail = (
-                f"{name}, which the trainer's machine created in its weights folder, does not "
-                f"appear in {folder} within {timeout_seconds:.0f} s"
-            )
-            return Check(False, detail, remedy)
-        time.sleep(0.02)
-    seconds = time.monotonic() - started
-    return Check(
-        True, f"the same folder as the trainer's; a new file appears after {seconds:.2f} s"
-    )
+    from peralta_zmq.weights.backends import FolderWatcher
+
+    event_times: SimpleQueue[float] = SimpleQueue()  # monotonic seconds
+    with closing(FolderWatcher(folder, lambda: event_times.put(time.monotonic()))):
+        name = create_file()
+        started = time.monotonic()
+        while name not in os.listdir(folder):
+            if time.monotonic() - started > timeout_seconds:
+                remedy = "it is another folder: mount the same one, and set weights.dir to it"
+                detail = (
+                    f"{name}, which the trainer's machine created in its weights folder, does not "
+                    f"appear in {folder} within {timeout_seconds:.0f} s"
+                )
+                return Check(False, detail, remedy)
+            time.sleep(0.02)
+        seconds = time.monotonic() - started
+        try:
+            event_seconds = max(0.0, event_times.get(timeout=2.0) - started)
+            event = f"by event {event_seconds:.2f} s"
+        except Empty:
+            event = "no event"
+    times = f"{seconds:.2f} s by polling, {event}"
+    return Check(True, f"the same folder as the trainer's; a new file appears after {times}")
 
 
 def check_address(address: str, token_file: str | None, run_id: str) -> Check:

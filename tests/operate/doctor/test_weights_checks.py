@@ -46,10 +46,11 @@ def test_space_for_three_models(tmp_path: Path) -> None:
     assert "not known yet" in weights_checks.check_space(tmp_path, None, num_models=3).detail
 
 
-def test_new_file_is_visible(tmp_path: Path) -> None:
+def test_new_file_is_visible_by_event_and_by_polling(tmp_path: Path) -> None:
     with closing(ProbeFile(tmp_path)) as probe:
         check = weights_checks.check_visible(tmp_path, probe.create)
     assert check.ok and "the same folder as the trainer's" in check.detail
+    assert re.search(r"by event \d+\.\d\d s$", check.detail)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,7 +60,7 @@ def test_visible_check_waits_for_a_late_file(tmp_path: Path) -> None:
         return "doctor-1"
 
     check = weights_checks.check_visible(tmp_path, create_late)
-    seconds = re.search(r"after (\S+) s$", check.detail)
+    seconds = re.search(r"after (\S+) s by polling", check.detail)
     assert check.ok and seconds and 0.25 < float(seconds[1]) < 30.0
 
 
