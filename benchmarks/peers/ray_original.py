@@ -110,7 +110,7 @@ class Batcher:
     def __init__(self, task: Task, generator: Any) -> None:
         self.task, self.generator = task, generator
         self.tokenizer = AutoTokenizer.from_pretrained(task.model)
-        self.problems = problems()
+        self.problems = problems(task)
         self.queue: Queue[Rollout] = Queue(maxsize=task.batch_size)
         self.rewards: list[float] = []
         for number in range(NUM_WORKERS):

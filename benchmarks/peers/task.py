@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from peralta_zmq.environments import calculator
 from peralta_zmq.rollout import Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
+    """Settings that all sides share."""
+
     model: str  # folder
-    folder: str  # files of the peer
+    folder: str  # for files of the peer
+    environment: str = "calculator"  # module of peralta_zmq.environments
+    train: str = "math_1k"
+    system_prompt: str = ""
+    dtype: str = "float32"  # of products
     num_generations: int = 8
     batch_size: int = 128  # rollouts
     learning_rate: float = 2e-4
@@ -26,15 +33,24 @@ class Task:
     seed: int = 0
 
     def to_json(self) -> str:
+        """The argument of a peer."""
         return json.dumps(asdict(self))
 
 
 def read_task() -> Task:
+    """The task in the program's only argument."""
     return Task(**json.loads(sys.argv[1]))
 
 
-def problems() -> list[Problem]:
-    return list(calculator.problems("train", 0, train="math_1k"))
+def problems(task: Task) -> list[Problem]:
+    """The training problems in file order."""
+    options = {"train": task.train, "system_prompt": task.system_prompt}
+    return list(environment(task).problems("train", 0, **options))
+
+
+def environment(task: Task) -> Any:
+    """The module with the task's problems and reward."""
+    return importlib.import_module(f"peralta_zmq.environments.{task.environment}")
 
 
 def chat(problem: Problem) -> list[dict[str, str]]:
@@ -43,5 +59,6 @@ def chat(problem: Problem) -> list[dict[str, str]]:
 
 
 def report(**row: object) -> None:
+    """Print a row as one JSON line, with the current time."""
     sys.stdout.write(json.dumps({**row, "time": time.time()}) + "\n")
     sys.stdout.flush()

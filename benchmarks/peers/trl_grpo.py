@@ -15,8 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.task import chat, problems, read_task, report
-from peralta_zmq.environments import calculator
+from benchmarks.peers.task import chat, environment, problems, read_task, report
 from peralta_zmq.rollout import Problem
 
 
@@ -27,28 +26,31 @@ class Rows(TrainerCallback):
         self.reward = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Report the start: everything is loaded."""
         report(started=True)
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        """Report a completed step."""
         report(step=state.global_step, reward=self.reward, bytes=0)
 
 
 def main() -> None:
-    task = read_task()
-    rows = Rows()
-    training_problems = problems()
+    """Train for max_steps, or until the process is killed."""
+    task, rows = read_task(), Rows()
+    score = environment(task).reward
+    training_problems = problems(task)
     by_answer = {problem.answer: problem for problem in training_problems}
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         rewards = [
-            calculator.reward(by_answer[target], messages[0]["content"])
+            score(by_answer[target], messages[0]["content"])
             for messages, target in zip(completions, answer, strict=True)
         ]
         rows.reward = sum(rewards) / len(rewards)
         return rewards
 
     settings = GRPOConfig(
-        output_dir=task.folder, use_cpu=True, bf16=False, seed=task.seed,
+        output_dir=task.folder, use_cpu=True, bf16=task.dtype == "bfloat16", seed=task.seed,
         per_device_train_batch_size=task.batch_size, gradient_accumulation_steps=1,
         num_generations=task.num_generations, max_completion_length=task.max_completion_length,
         temperature=task.temperature, top_p=1.0, top_k=0,
@@ -68,6 +70,7 @@ def main() -> None:
 
 
 def dataset_of(training_problems: list[Problem]) -> Dataset:
+    """The problems in TRL's format."""
     return Dataset.from_list(
         [{"prompt": chat(problem), "answer": problem.answer} for problem in training_problems]
     )
