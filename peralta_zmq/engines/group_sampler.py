@@ -38,6 +38,7 @@ class Replies(Protocol):
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[list[Message] | None]:
         """The messages that follow, or None; the future may have a TaskError."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

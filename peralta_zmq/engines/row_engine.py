@@ -39,6 +39,7 @@ class RowDecoder(Protocol):
         Returns the requests that were started, in the order of their rows, and the logits of their
         next tokens. All others wait, and are passed again.
         """
+        ...
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, waiting: Sequence[Request]) -> Any:
         """Add a token to each of the first n rows, [n] each; returns the next logits."""
@@ -47,6 +48,7 @@ class RowDecoder(Protocol):
         self, logits: Any, part: np.ndarray | slice, inputs: SamplingInputs
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs sampled from the logits of `part`: see native/token_sampler.py."""
+        ...
 
     def keep(self, request: Request, row: int, length: int) -> None:
         """The completion of `request` has ended; `length` tokens of its row are computed."""

@@ -149,9 +149,7 @@ def test_server_honours_ranges(store: WeightStore, server: HttpServer) -> None:
     assert get(server, path, Range="bytes=-x") == (200, content)
 
 
-def test_disconnected_client_leaves_no_reading_mark(
-    store: WeightStore, server: HttpServer
-) -> None:
+def test_disconnected_client_leaves_no_reading_mark(store: WeightStore, server: HttpServer) -> None:
     version = publish(store, 0)
     with (version.folder / "config.json").open("wb") as file:
         file.truncate(64 << 20)  # more than the buffers of a connection hold
