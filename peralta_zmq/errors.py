@@ -9,6 +9,7 @@ PeraltaError
  +-- OutageError        a disk, folder or lock that may be usable later, so that a retry helps
  +-- TaskError          a task: its data files, and its reward function
  |    +-- RewardError   the reward of one completion
+ |         +-- RewardUnavailableError  the same, if a later call may succeed
  +-- UserCodeError      a loss, advantage or filter function that the user wrote
  +-- EngineError        the sampling engine
  |    +-- EngineProcessError  a process of the engine that has died or hangs

@@ -37,7 +37,7 @@ RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
 # Setting of another program that no setting of this one replaces -> what to do.
 EXPLANATIONS = _by_foreign_name(NAMES["explanations"])
 REMOVED: Mapping[str, str] = NAMES["removed"]
-# Former setting -> the setting that has taken it in. Scripts of before the merge still work.
+# Former setting -> the setting that has taken it in. Older scripts still work.
 MERGED = {
     "train.num_workers": "run.num_workers",
     "generator.num_workers": "run.num_workers",

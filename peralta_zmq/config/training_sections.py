@@ -123,7 +123,7 @@ class EnvSection(RewardSettings, DataSection):
     None = no verifier"""
     sampling: EnvTrainSampling | None = None
     """settings of [sampling] that differ in this environment: temperature, top_p, top_k, min_p,
-    repetition_penalty, max_completion_length, stop"""
+    repetition_penalty, num_generations, min_tokens, max_completion_length, stop"""
     rollouts_per_example: PositiveInt | None = None
     """completions per problem in evaluations; None = eval.rollouts_per_example"""
     eval_sampling: EnvEvalSampling | None = None

@@ -1,7 +1,7 @@
 """Evaluation groups: the generators answer held-out problems with the weights of one policy step.
 
 The trainer announces the step to evaluate, and which problems are answered. A generator begins with
-its own share of the problems. Training waits, and so do newer weights.
+its own share of the problems. Its training groups wait, and so do newer weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationGroups:
-    """Starts the groups of announced evaluations. Use with `closing`."""
+    """Starts the groups of announced evaluations."""
 
     def __init__(
         self,

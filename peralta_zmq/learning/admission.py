@@ -46,7 +46,7 @@ class Admission:
     ledger: Ledger = field(default_factory=lambda: Ledger())
     abandoned: set[str] = field(default_factory=set[str])
     """`weights_id` of the weight versions that a roll-back of the run has undone."""
-    is_over: bool = False  # the last step is taken, so that no group is trained anymore
+    is_over: bool = False  # the last step is taken, so that no group is trained any more
     duplicates: int = 0  # groups that arrived when they were settled
 
     def admit(self, group: RolloutGroup, *, step: int) -> AdmissionDecision:

@@ -222,7 +222,8 @@ class Learner:
         """Take step `self.step + 1` on the added groups.
 
         `repeated` has the numbers of a step that a restarted trainer repeats. Raises TrainingError
-        at the third consecutive skipped step, but not in a repeated step: every restart would fail.
+        at the `max_skipped`-th consecutive skipped step, but not in a repeated one: every restart
+        would fail.
         """
         while self.compute():
             pass

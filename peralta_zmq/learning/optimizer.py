@@ -86,8 +86,7 @@ def make_optimizer(
 class AdamWBf16(torch.optim.Optimizer):
     """AdamW with bfloat16 moments: 4 bytes of state per parameter instead of 8.
 
-    A relative change of a moment by less than 1/256 may be rounded away. Larger betas make smaller
-    changes, so the config bounds them.
+    A relative change of a moment by less than 1/256 may be rounded away.
     """
 
     @torch.no_grad()

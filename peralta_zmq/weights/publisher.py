@@ -200,7 +200,7 @@ class WeightPublisher:
             release_memory()  # activations of the next step, between its gradients
         with self._changed:
             self._reports.append(report)
-            self._publishing = report.version is None  # a failure is settled by `_back_off`
+            self._publishing = report.version is None  # a failure is settled by `back_off`
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._moving or self._closing)
         return report.version is not None
