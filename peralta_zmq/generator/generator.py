@@ -39,8 +39,9 @@ def run(config: Config) -> None:
     """Sample, score and send groups until the trainer announces the end of the run.
 
     After a failed allocation it starts again with half the slots, and with the settings of another
-    run when the weights belong to it. Raises ConfigError, StoreError (no weights in time),
-    TaskError (unusable problems), WireError (the trainer refuses the keys) and OutOfMemoryError.
+    run when the weights belong to it. Raises ConfigError, StoreError (a LoRA adapter of another
+    base), TaskError (unusable problems), WireError (the trainer refuses the keys) and
+    OutOfMemoryError.
     """
     while True:
         try:
