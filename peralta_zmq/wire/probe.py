@@ -6,6 +6,7 @@ creates a file in the weights folder, which the client then looks for; "discard"
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -172,8 +173,12 @@ class ProbeClient:
         self.socket.close(linger=0)
 
     def _send(self, frame: bytes, deadline: float) -> None:
-        self._wait(zmq.POLLOUT, deadline)  # `send` would block after a refusal
-        self.socket.send_multipart([b"", frame])  # REP expects the empty delimiter of a REQ
+        while True:
+            self._wait(zmq.POLLOUT, deadline)
+            # NOBLOCK: the connection may be refused after `_wait`.
+            with contextlib.suppress(zmq.Again):
+                # REP expects the empty delimiter of a REQ.
+                return self.socket.send_multipart([b"", frame], zmq.NOBLOCK)
 
     def _receive(self, deadline: float) -> ProbeReply:
         self._wait(zmq.POLLIN, deadline)
