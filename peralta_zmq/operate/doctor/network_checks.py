@@ -1,4 +1,4 @@
-"""Checks of the network: ports, connection, probe, throughput and clocks.
+"""Checks of the network: ports, connection, probe, throughput, clocks and keys.
 
 The last of the trainer's ports answers probes: small messages with which the doctor of a generator
 measures the connection.
@@ -22,6 +22,7 @@ from peralta_zmq.errors import ConfigError, WireError, program_name
 from peralta_zmq.observe.metrics import LOCK
 from peralta_zmq.operate.doctor.checks import Check, failed_check
 from peralta_zmq.operate.doctor.machine_checks import LOCAL_NETWORK
+from peralta_zmq.wire import auth
 
 NUM_PORTS = 4  # rollouts, announcements, generator status, probe
 # Timeout of a probe; longer than the 3 s after which ZeroMQ reports a refused handshake.
@@ -154,6 +155,22 @@ def check_clock(result: ProbeResult) -> Check:
     difference = abs(ahead) - uncertainty
     ok = difference <= 3600.0
     return Check(ok, detail, remedy if difference > 2.0 else "")
+
+
+def check_keys(config: Config, role: str) -> Check | None:
+    """Read the key files of a role; None without keys. Raises WireError and OutageError."""
+    folder = config.keys_folder
+    if folder is None:
+        return None
+    if role == "generator":
+        name = wire.generator_keys(folder, config.generator.full_name).name
+        return Check(True, f"{folder} has the keys of {name} and of the trainer")
+    auth.trainer_secret(folder)
+    names = sorted(auth.known_generators(folder).values())
+    if not names:
+        remedy = f"make one with {program_name('doctor')} keygen --generator.name NAME"
+        return Check(False, f"{folder} has no generator's public key", remedy)
+    return Check(True, f"{folder} admits {', '.join(names)}")
 
 
 def serve_probes(config: Config, stack: ExitStack, folder: Path | None) -> Check:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from peralta_zmq import wire
-from peralta_zmq.config import Config, with_fitted_of_run
-from peralta_zmq.errors import PeraltaError, WireError, program_name
+from peralta_zmq.config import Config, earlier_config, with_fitted_of_run
+from peralta_zmq.errors import PeraltaError, WireError, failure_text, program_name
 from peralta_zmq.operate.doctor import machine_checks, network_checks, weights_checks
 from peralta_zmq.operate.doctor.checks import Check, Report, failed_check
 
@@ -36,16 +36,22 @@ def check_trainer(config: Config, report: Report, stack: ExitStack, *, serve: bo
     """
     config = fitted(config, report)
     folder = _weights_folder(config)
+    report.run("keys", network_checks.check_keys, config, "trainer")
     has_ports = report.run("ports", network_checks.check_ports, config, stack)
-    serve = serve and has_ports and not network_checks.is_trainer_running(config.run_folder)
+    is_running = network_checks.is_trainer_running(config.run_folder)
+    serve = serve and has_ports and not is_running
     if serve:
         report.run("answers", network_checks.serve_probes, config, stack, folder)
     _check_machine(config, report, "trainer")
+    report.run("run", _check_run, config)
     if folder is None:
         _check_address(config, report, reply=None)
         return serve
     check = report.run_with_timeout  # a check of a folder on a dead NAS never returns
     if check("weights", weights_checks.check_folder, folder, role="trainer"):
+        if check("writing", weights_checks.check_writing, folder) and folder.is_dir():
+            run = config.run_folder
+            check("owner", weights_checks.check_owner, folder, run, is_running=is_running)
         model_bytes = weights_checks.model_bytes_of(config)
         check("space", weights_checks.check_space, folder, model_bytes, num_models=3)
         check("speed", weights_checks.check_speed, folder, model_bytes)
@@ -62,9 +68,11 @@ def check_generator(
     config = fitted(config, report)
     _check_machine(config, report, "generator")
     report.run("localnet", machine_checks.check_local_network, platform.system(), config.wire.host)
+    has_keys = report.run("keys", network_checks.check_keys, config, "generator")
     client = None
     reply = None
-    if report.run("reach", network_checks.check_reach, config, wait_seconds=wait_seconds):
+    is_up = report.run("reach", network_checks.check_reach, config, wait_seconds=wait_seconds)
+    if is_up and has_keys:
         try:
             client = stack.enter_context(closing(network_checks.open_probe_client(config)))
             reply = _probe_trainer(config, report, client)
@@ -122,6 +130,24 @@ def add_findings(
     findings = dry_run.check_run(config, role, with_weights=weights, with_prompts=prompts)
     for finding in findings:
         report.add(finding.name, Check(not finding.is_fatal, finding.detail, finding.remedy))
+
+
+def _check_run(config: Config) -> Check | None:
+    """Check that an existing run can be resumed; None for a new run. Raises ConfigError."""
+    from peralta_zmq import models
+    from peralta_zmq.trainer.session import check_tokenizer
+
+    folder = config.run_folder
+    try:
+        if earlier_config(config, folder) is config:
+            return None
+    except OSError as error:
+        detail = f"{error.filename or folder} cannot be read ({failure_text(error)})"
+        return Check(False, detail, "mount it, or give this user the right to read it")
+    model = models.model_folder(config.model.name)
+    tokenizer = models.load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    check_tokenizer(config, models.tokenizer_identity(model, tokenizer))
+    return Check(True, f"resumes in {folder}")
 
 
 def _probe_trainer(

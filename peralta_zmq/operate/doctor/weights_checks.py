@@ -1,10 +1,11 @@
-"""Checks of the weights folder or URL: same on all machines, large, fast."""
+"""Checks of the weights folder or URL: same on all machines, writable, large, fast."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from peralta_zmq.weights.backends import StorageBackend
     from peralta_zmq.weights.store import WeightStore
 
+SAMPLE_BYTES = 32 << 20  # size of a file that is written for a measurement
 NOT_READABLE = "mount it again, or give this user the right to read it"  # remedy
 
 
@@ -43,6 +45,46 @@ def check_folder(folder: Path, *, role: str) -> Check:
         detail = f"{folder} cannot be listed ({error.strerror})"
         return Check(False, detail, NOT_READABLE)
     return Check(True, f"{folder} exists (file system {filesystem})")
+
+
+def check_writing(folder: Path) -> Check:
+    """Check that this user can write, fsync and rename in the folder, or its nearest parent."""
+    parent = nearest_folder(folder)
+    content = os.urandom(SAMPLE_BYTES)
+    started = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=parent) as work:
+            created = Path(work) / "created"
+            atomic_files.write_folder(created, {"sample": content}, {})
+            seconds = time.monotonic() - started
+            created.rename(Path(work) / "renamed")
+    except OSError as error:
+        detail = f"{parent} cannot be written ({error.strerror or error})"
+        remedy = "give this user write permission, free some space, or choose another weights.dir"
+        return Check(False, detail, remedy)
+    speed = SAMPLE_BYTES / seconds / 1e6
+    return Check(True, f"write, fsync and rename work, {speed:.0f} MB/s")
+
+
+def check_owner(folder: Path, run: Path, *, is_running: bool) -> Check:
+    """Check that the weights belong to the run in folder `run`, and no other trainer publishes.
+
+    If this run's trainer is running (`is_running`), the lock of the folder is that trainer's.
+    """
+    store = _open_store(str(folder))
+    owner = store.run_id
+    run_id = _open_store(str(run)).run_id  # RUN.json of a run folder has it too
+    if owner and owner != run_id:
+        detail = f"{folder} belongs to run {owner}, not to {run_id or run}"
+        return Check(False, detail, "choose another folder with weights.dir, or delete this one")
+    with tempfile.TemporaryFile(dir=folder) as file:
+        now = os.fstat(file.fileno()).st_mtime  # by the clock of the folder's file system
+    holder = None if is_running else store.backend.locks.holder(now)
+    if holder:
+        detail = f"another trainer ({holder}) publishes to {folder}"
+        remedy = "stop it; if it has already ended, wait 30 s, or choose another weights.dir"
+        return Check(False, detail, remedy)
+    return Check(True, f"belongs to run {owner}" if owner else "belongs to no run yet")
 
 
 def check_space(folder: Path, model_bytes: int | None, *, num_models: int) -> Check:
@@ -125,7 +167,7 @@ def check_speed(
     elif folder is not None and os.access(folder, os.W_OK):
         sample = folder / f"doctor-read-{atomic_files.PROCESS_TAG}"
         try:
-            atomic_files.replace_file(sample, os.urandom(32 << 20))
+            atomic_files.replace_file(sample, os.urandom(SAMPLE_BYTES))
             num_bytes, seconds = _read(store.backend, sample.name, folder)
         finally:
             sample.unlink(missing_ok=True)

@@ -161,11 +161,23 @@ def keyed(settings: list[str], folder: Path) -> Config:
     return load_config("doctor", [*settings, *words])
 
 
+def test_keys_of_both_roles_are_checked(settings: list[str], tmp_path: Path) -> None:
+    for name in ("trainer", "ann"):
+        make_keys(tmp_path / "keys", name)
+    config = keyed(settings, tmp_path / "keys")
+    for role, end in [("trainer", "admits ann"), ("generator", "keys of ann and of the trainer")]:
+        check = network_checks.check_keys(config, role)
+        assert check and check.ok and check.detail.endswith(end)
+    assert network_checks.check_keys(load_config("doctor", settings), "trainer") is None
+
+
 def test_missing_key_names_the_keygen_command(settings: list[str], tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", "trainer")
     message = r"ann\.secret cannot be read \(No such file.*make it with bin"
     with pytest.raises(WireError, match=message):
-        network_checks.open_probe_client(keyed(settings, tmp_path / "keys"))
+        network_checks.check_keys(keyed(settings, tmp_path / "keys"), "generator")
+    check = network_checks.check_keys(keyed(settings, tmp_path / "keys"), "trainer")
+    assert check and not check.ok and "keygen --generator.name NAME" in check.remedy
 
 
 def test_wrong_trainer_key_is_refused_with_a_remedy(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peralta_zmq.config import load_config
+from peralta_zmq.config import load_config, write_resolved
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import doctor
 from peralta_zmq.operate.doctor import role_checks
@@ -49,7 +49,7 @@ def test_checks_of_a_trainer_pass(settings: list[str], run_doctor: Run) -> None:
     assert failed(checks) == [] and code == 0
     assert list(checks) == ["config", "default", "ports", "versions", "device", "sleep", "reward",
                            "engine", "model", "training", "end token", "prompts", "weights",
-                           "space", "speed"]  # fmt: skip
+                           "writing", "space", "speed"]  # fmt: skip
     assert "1.7 M parameters" in checks["model"]["detail"]
     assert "earns 1 in" in checks["reward"]["detail"]
     prompts = "held-out environment 'calculator': 250 prompts of at most 26 tokens"
@@ -66,6 +66,38 @@ def test_checks_of_a_generator_pass_with_a_trainers_doctor(
     assert list(checks) == ["config", "default", "versions", "device", "sleep", "reward", "engine",
                            "end token", "prompts", "reach", "probe", "clock", "burst", "weights",
                            "visible", "speed", "space"]  # fmt: skip
+
+
+def test_folder_and_weights_of_another_run_fail(
+    settings: list[str], run_doctor: Run, tmp_path: Path
+) -> None:
+    run, nas = tmp_path / "demo", tmp_path / "nas"
+    nas.mkdir()
+    write_resolved(load_config("trainer", settings), run)
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null, "tokenizer": null}')
+    (nas / "RUN.json").write_text('{"run_id": "other-1"}')
+    code, checks = run_doctor("--role", "trainer", *settings)
+    assert code == 0 and checks["run"]["detail"] == f"resumes in {run}"
+    other = {"run_id": "demo-1", "weights": None, "tokenizer": "vocab_size=7"}
+    (run / "RUN.json").write_text(json.dumps(other))
+    code, checks = run_doctor("--role", "trainer", *settings)
+    assert code == 1 and "was made: vocab_size=7 -> vocab_size=468" in checks["run"]["detail"]
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null, "tokenizer": null}')
+    (run / "config.toml").rename(run / "away")
+    (run / "config.toml").mkdir()
+    code, checks = run_doctor("--role", "trainer", *settings)
+    assert code == 1 and failed(checks) == ["run"]
+    reason = "config.toml cannot be read (Is a directory; something else has that name"
+    assert reason in checks["run"]["detail"]
+    (run / "config.toml").rmdir()
+    (run / "away").rename(run / "config.toml")
+    code, checks = run_doctor(
+        "--role", "trainer", *settings, "--weights.dir", str(nas), "--loss.name", "grpo"
+    )
+    assert code == 1 and failed(checks) == ["run", "owner"]
+    assert "was made with other settings: loss.name" in checks["run"]["detail"]
+    assert checks["run"]["remedy"].startswith("to continue from its weights")
+    assert checks["owner"]["detail"] == f"{nas} belongs to run other-1, not to demo-1"
 
 
 def test_weights_url_is_checked_unless_the_trainer_will_serve_it(

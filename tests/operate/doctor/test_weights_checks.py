@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -35,6 +37,30 @@ def test_folder_check_depends_on_the_role(
     assert check.ok is ok and detail.format(tmp_path) in check.detail
     assert check.remedy.startswith(remedy)
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # a trainer's doctor creates nothing
+
+
+def test_writing_check_removes_its_files(tmp_path: Path) -> None:
+    check = weights_checks.check_writing(tmp_path / "not" / "yet")
+    assert check.ok and check.detail.startswith("write, fsync and rename work, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that refuses all")
+def test_read_only_folder_fails() -> None:
+    check = weights_checks.check_writing(Path("/proc/self/fdinfo"))
+    assert not check.ok and check.detail.startswith("/proc/self/fdinfo cannot be written (")
+    assert check.remedy.startswith("give this user write permission")
+
+
+def test_full_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, content: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "write", full)
+    check = weights_checks.check_writing(tmp_path)
+    monkeypatch.undo()
+    assert not check.ok and "No space left on device" in check.detail
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_space_for_three_models(tmp_path: Path) -> None:
@@ -115,6 +141,44 @@ def test_file_that_cannot_be_read_fails_with_its_reason(
     check = weights_checks.check_speed(tmp_path, None)
     assert not check.ok and check.remedy.startswith("mount it again, or give this user the right")
     assert check.detail.startswith(f"{tmp_path} cannot be read: Permission denied; ")
+
+
+def write_lock(folder: Path, *, age: float, pid: int = 7, host: str = "elsewhere") -> None:
+    """Write the lock of a trainer on another host."""
+    lock = folder / ".lock-other"
+    lock.write_text(json.dumps({"pid": pid, "host": host, "holder": "demo-1"}))
+    now = time.time() - age
+    os.utime(lock, (now, now))
+
+
+def test_lock_of_another_trainer_fails_and_is_kept(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_lock(tmp_path, age=5)
+    check = weights_checks.check_owner(tmp_path, run, is_running=False)
+    assert not check.ok
+    assert check.detail == f"another trainer (pid 7 on elsewhere) publishes to {tmp_path}"
+    assert check.remedy.startswith("stop it; if it has already ended, wait 30 s")
+    assert weights_checks.check_owner(tmp_path, run, is_running=True).ok  # its own lock
+    write_lock(tmp_path, age=60)
+    assert weights_checks.check_owner(tmp_path, run, is_running=False).ok  # expired
+    assert os.listdir(tmp_path) == [".lock-other"]
+
+
+def test_weights_of_another_run_fail(tmp_path: Path) -> None:
+    folder, run = tmp_path / "weights", tmp_path / "run"
+    run.mkdir()
+    claim(folder)
+    check = weights_checks.check_owner(folder, run, is_running=False)
+    assert not check.ok and check.detail == f"{folder} belongs to run demo-1, not to {run}"
+    assert check.remedy == "choose another folder with weights.dir, or delete this one"
+    (run / "RUN.json").write_text('{"run_id": "demo-2", "weights": null, "tokenizer": null}')
+    assert weights_checks.check_owner(folder, run, is_running=False).detail.endswith(
+        "not to demo-2"
+    )
+    (run / "RUN.json").write_text('{"run_id": "demo-1", "weights": null, "tokenizer": null}')
+    check = weights_checks.check_owner(folder, run, is_running=False)
+    assert check.ok and check.detail == "belongs to run demo-1"
+    assert os.listdir(folder) == ["RUN.json"]
 
 
 def test_weights_behind_a_url(tmp_path: Path) -> None:
