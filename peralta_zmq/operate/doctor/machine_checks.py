@@ -32,7 +32,11 @@ def installed_version(library: str) -> str | None:
 
 
 def check_installation() -> Check:
-    requirements = importlib.metadata.requires("peralta_zmq") or []
+    try:
+        requirements = importlib.metadata.requires("peralta_zmq") or []
+    except importlib.metadata.PackageNotFoundError:
+        detail = f"peralta_zmq is not installed in {sys.executable}"
+        return Check(False, detail, "run make setup, then use .venv/bin/python")
     return check_versions(sys.version_info[:3], requirements)
 
 

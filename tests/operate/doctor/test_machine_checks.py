@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 from collections.abc import Sequence
 
 import pytest
@@ -50,6 +51,16 @@ def test_leaky_python_is_noted(python: tuple[int, ...], leaks: bool) -> None:
 def test_wrong_versions_fail(check: Check, detail: str, remedy: str) -> None:
     assert not check.ok
     assert check.detail.startswith(detail) and check.remedy.startswith(remedy)
+
+
+def test_missing_package_names_make_setup(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    check = machine_checks.check_installation()
+    assert not check.ok and check.detail.startswith("peralta_zmq is not installed in ")
+    assert check.remedy.startswith("run make setup")
 
 
 def test_device_check_reports_dtype_and_reason() -> None:
