@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 import zmq
-from sample_data import RUN, group_of
+from sample_data import RUN, VOCAB_SIZE, group_of
 from sockets import (
     ANYWHERE,
     DEADLINE,
@@ -137,3 +137,19 @@ def test_accepts_connection_is_true_for_a_bound_port_only(stack: ExitStack) -> N
     receiver = stack.enter_context(closing(receiver_at()))
     assert wire.accepts_connection(receiver.address)
     assert not wire.accepts_connection(unused_address())
+
+
+def test_sockets_have_the_options_of_the_protocol(stack: ExitStack) -> None:
+    receiver, sender = pair(stack)
+    for end in (receiver, sender):
+        options = {
+            zmq.SNDHWM: 1, zmq.RCVHWM: 1, zmq.SNDBUF: 16 << 10, zmq.RCVBUF: 128 << 10,
+            zmq.IMMEDIATE: 0, zmq.LINGER: 0, zmq.MAXMSGSIZE: 16 << 20, zmq.RECONNECT_IVL: 100,
+            zmq.RECONNECT_IVL_MAX: 1000, zmq.TCP_MAXRT: 0,
+            zmq.HEARTBEAT_IVL: 0,  # would disconnect a busy trainer
+        }  # fmt: skip
+        if end is receiver:
+            largest = wire.GroupLimits(VOCAB_SIZE).max_bytes + 33  # CURVE adds 33
+            options |= {zmq.MAXMSGSIZE: largest, zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60,
+                        zmq.TCP_KEEPALIVE_INTVL: 15, zmq.TCP_KEEPALIVE_CNT: 8}  # fmt: skip
+        assert {option: end.socket.getsockopt(option) for option in options} == options
