@@ -55,6 +55,7 @@ COMPUTED = (
     ".causal_mask",
 )
 CONVERTED_FORMATS = ("fp8", "mxfp4")  # quantized weights that transformers can convert
+MAX_LAYERS = 10_000
 CONFIG_FILES = ("config.json", "tokenizer_config.json")  # files that may name custom code
 
 
@@ -142,6 +143,11 @@ def text_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     check_code(folder, trust_remote_code=trust_remote_code)
     with model_loading_errors(f"model folder {folder} cannot be loaded"):
         written = read_config_file(folder / "config.json")
+        sizes = written.get("text_config") or written
+        for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):
+            # Even without weights, each layer takes memory and time.
+            if sizes.get(name) and sizes[name] > MAX_LAYERS:
+                raise ValueError(f"config.json has {name} {sizes[name]}, above {MAX_LAYERS}")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
         if quantized := written.get("quantization_config"):

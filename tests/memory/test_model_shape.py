@@ -72,6 +72,12 @@ def test_every_family_can_be_planned(family: str, tmp_path: Path) -> None:
     [
         ("[]", r"cannot be loaded: .*object"),
         ('{"model_type": "nova", "hidden_size": 4}', "cannot be loaded: .*nova"),
+        (
+            '{"model_type": "qwen3", "num_hidden_layers": 10000000}',
+            "num_hidden_layers 10000000, ",
+        ),
+        ('{"model_type": "gpt2", "n_layer": 1e9}', "n_layer 1000000000.0, above 10000"),
+        ('{"model_type": "gemma3", "text_config": {"num_hidden_layers": 10001}}', "above 10000"),
         ('{"model_type": "mamba"}', "no number for num_attention_heads, so the memory of .*'mam"),
     ],
 )
