@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 
 from peralta_zmq.config.load import FILE_SIGN, check_files, reason_of
@@ -23,6 +23,13 @@ from peralta_zmq.errors import ConfigError, program_name
 # expand it.
 PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")
 HOME_FOLDER = "~/peralta_zmq"
+# Options of sbatch with which bin/lan could not start or control a job.
+REFUSED_OPTIONS = (
+    *("array", "clusters", "error", "export", "export-file", "ntasks", "test-only", "wait", "wrap"),
+    *("a", "M", "e", "n", "W"),
+)
+# First letter of a short option, after flags without a value: -n8, -Qn8.
+SHORT_OPTION = re.compile(r"-[hHIkKOQsvV]*([^-])")
 
 
 class Host(Section):
@@ -96,6 +103,30 @@ class SlurmJob(Section):
     options: tuple[Text, ...] = ()
     """more options of sbatch, such as --mem=16G or --constraint=a100; those that bin/lan itself
     sets have no effect here"""
+
+    @field_validator("options", mode="after")
+    @classmethod
+    def _check_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            name = option.split("=")[0]
+            if not name.strip("-") or not name.startswith("-") or " " in option:
+                raise ConfigError(
+                    f"{option!r} in options is no single option of sbatch; write it as in "
+                    '"--mem=16G", one string for each option'
+                )
+            if _is_refused(name):
+                raise ConfigError(
+                    f"{option!r} in options is not allowed, because bin/lan could not control "
+                    "the job; leave it out"
+                )
+        return options
+
+
+def _is_refused(option: str) -> bool:
+    """sbatch also accepts the beginning of a long name, and a value right after a short one."""
+    if match := SHORT_OPTION.match(option):
+        return match[1] in REFUSED_OPTIONS
+    return any(name.startswith(option[2:]) for name in REFUSED_OPTIONS if len(name) > 1)
 
 
 class SlurmTrainer(SlurmJob):

@@ -87,7 +87,7 @@ def sbatch(run: SubmittedRun, name: str, *options: str) -> str:
 
     Raises ConfigError if Slurm refuses the job.
     """
-    words = ("sbatch", *options, *run.arguments[name])
+    words = ("sbatch", *run.arguments[name], *options)  # the last of two equal options counts
     result = ssh.run(ssh.Command(words, run.scripts[name]))
     if result.returncode:
         raise ConfigError(

@@ -85,6 +85,14 @@ def test_commented_host_of_the_example_is_valid(tmp_path: Path) -> None:
      "host pc: ssh 'me@pc -v' must end with the host name, as in -p 2222 me@box"),
     ("[slurm.trainer]\ncount = 3\n", "unknown setting count in [slurm.trainer]; did you mean "
      "account?"),
+    *((f'[slurm.trainer]\noptions = ["{option}"]\n',
+       f"'{option}' in options is not allowed, because bin/lan could not control the job; leave "
+       "it out")
+      for option in ("--array=0-9", "-n8", "-Qn8", "--ntasks=8", "--export=NONE", "-Mother",
+                     "--cluster=other", "--test-only", "-W", "--wrap=date")),
+    *((f'[slurm.trainer]\noptions = ["{option}"]\n',
+       f"'{option}' in options is no single option of sbatch; write it as in \"--mem=16G\", one "
+       "string for each option") for option in ("--mem 4G", "job.sh", "--")),
 ])  # fmt: skip
 def test_invalid_hosts_are_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
     assert error_of(tmp_path, text) == expected
@@ -93,6 +101,8 @@ def test_invalid_hosts_are_refused_by_name(tmp_path: Path, text: str, expected: 
 def test_slurm_table_replaces_hosts(tmp_path: Path) -> None:
     hosts = load(tmp_path, '[slurm.trainer]\ntime = "2-12"\n[slurm.generators]\ncount = 9\n')
     assert hosts.slurm and hosts.slurm.generators.count == 9 and hosts.host == ()
+    options = '"--mem=4G", "--nodelist=a", "-Ca100", "--qos=x", "--wait-all-nodes=1"'
+    load(tmp_path, f"[slurm.trainer]\noptions = [{options}]\n")
 
 
 @pytest.mark.parametrize("folder", ["~", "/", ".", "~/", "..", "~/a/../..", "/a b", "$HOME", "~x"])
