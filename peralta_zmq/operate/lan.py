@@ -65,6 +65,11 @@ def choose_launcher(
     """The launcher that --launcher names; by default that of the tables of the hosts file."""
     by_default = "slurm" if hosts.slurm and not hosts.host else "ssh"
     if (options.launcher or by_default) == "slurm":
+        if options.partial:
+            raise ConfigError(
+                "--partial is for hosts with ssh; leave it out: Slurm starts each generator as "
+                "soon as its job can run"
+            )
         return SlurmLauncher(hosts.slurm or Slurm(), path, dry_run=options.dry_run)
     if not hosts.host:
         raise ConfigError(

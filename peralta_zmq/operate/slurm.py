@@ -7,6 +7,7 @@ slurm_commands.py describes the jobs and the files in the run folder. The ids of
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,15 @@ class SlurmLauncher:
         stop_seconds: float = 60.0,
         poll_seconds: float = 3.0,
     ) -> None:
-        """A job is cancelled `stop_seconds` after SIGTERM; squeue runs every `poll_seconds`."""
+        """A job is cancelled `stop_seconds` after SIGTERM; squeue runs every `poll_seconds`.
+
+        Raises ConfigError if Slurm's commands are missing on this machine.
+        """
+        if not (dry_run or shutil.which("sbatch")):
+            raise ConfigError(
+                f"there is no sbatch on this machine; run {program_name('lan')} on a login node of "
+                "the Slurm cluster"
+            )
         self._settings = settings
         self._hosts_file = hosts_file
         self._dry_run = dry_run

@@ -184,7 +184,12 @@ class Job:
         result = ssh.run(ssh.Command(("scontrol", "requeue", job), seconds=10.0))
         if result.returncode:
             self._requeue_at = time.monotonic() + self._retry_seconds
-            write_output(sys.stdout, f"scontrol requeue: {printable(ssh.last_line(result))}\n")
+            reason = printable(ssh.last_line(result))
+            write_output(
+                sys.stdout,
+                f"job {job} could not be queued again yet ({reason}); if it ends, start it with "
+                f"bin/lan restart {self._name}\n",
+            )
 
     def _on_tick(self, group: ProcessGroup) -> None:
         now = time.monotonic()

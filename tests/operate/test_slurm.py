@@ -23,7 +23,7 @@ from peralta_zmq.config import load_config
 from peralta_zmq.config.hosts import Slurm, SlurmGenerators, SlurmTrainer
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import lan
-from peralta_zmq.operate.slurm import worker_row
+from peralta_zmq.operate.slurm import SlurmLauncher, worker_row
 from peralta_zmq.operate.slurm_commands import (
     JobStatus,
     cluster_config,
@@ -192,7 +192,10 @@ def test_job_near_its_time_limit_is_queued_again(
     commands.write("scontrol", script)
     job = start_job("trainer")
     job.send_signal(signal.SIGUSR1)
-    assert "\nscontrol requeue: busy\n" in job.communicate(timeout=20)[0]
+    assert (
+        "\njob 9 could not be queued again yet (busy); if it ends, start it with bin/lan restart "
+        "trainer\n"
+    ) in job.communicate(timeout=20)[0]
     assert job.returncode == 0
     assert calls.read_text() == "requeue 9\n" * 2  # the first one failed
 
@@ -289,6 +292,14 @@ def test_row_combines_queue_and_state_file(
     assert row["restarts"] == (state.restarts if state else 0)
 
 
+def test_missing_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match="there is no sbatch on this machine; run bin/lan on a login node"
+    ):
+        SlurmLauncher(SETTINGS, tmp_path / "hosts.toml")
+
+
 def test_launcher_follows_the_tables_of_the_hosts_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: SlurmCommands
 ) -> None:
@@ -299,6 +310,8 @@ def test_launcher_follows_the_tables_of_the_hosts_file(
         lan.main(["status", "--hosts", str(path)])
     with pytest.raises(ConfigError, match=r"has no \[\[host\]\] for --launcher ssh; add the mach"):
         lan.main(["status", "--hosts", str(path), "--launcher", "ssh"])
+    with pytest.raises(ConfigError, match="--partial is for hosts with ssh; leave it out"):
+        lan.main(["up", "--hosts", str(path), "--partial"])
     path.write_text(HOSTS + '[[host]]\nname = "a"\nrole = "trainer"\ncount = 1\n')
     with pytest.raises(ConfigError, match="no jobs were submitted"):
         lan.main(["down", "--hosts", str(path), "--launcher", "slurm"])
