@@ -261,6 +261,7 @@ def _check_environments(config: Config) -> None:
             "[[env]] and the settings of [task] or [data] exclude each other; "
             "move the settings into an [[env]]"
         )
+    _check_args("data", config.data)
     _check_rewards("task", config.task)
     for option, environments in (("env", config.env), ("eval.env", config.eval.env)):
         for label, count in Counter(env.label for env in environments).items():
@@ -272,6 +273,7 @@ def _check_environments(config: Config) -> None:
         for env in environments:
             for address in env.address or ():
                 host_and_port(address, option=f"{option}.address")
+            _check_args(option, env)
             _check_rewards(option, env)
     if any(env.sampling is not None for env in config.eval.env):
         raise ConfigError(
@@ -281,6 +283,15 @@ def _check_environments(config: Config) -> None:
         if any(getattr(env, name) is not None for env in config.env):
             raise ConfigError(
                 f"env.{name} has no effect with [[eval.env]]; set eval.env.{name} instead"
+            )
+
+
+def _check_args(option: str, settings: training.DataSection) -> None:
+    """Check that `args` has no data setting; `option` is data, env or eval.env."""
+    for name in settings.args:
+        if name in training.DataSection.model_fields:
+            raise ConfigError(
+                f"{option}.args.{name} is a setting of its own; set {option}.{name} instead"
             )
 
 

@@ -93,6 +93,8 @@ def test_data_args_are_those_of_the_single_environment() -> None:
 @pytest.mark.parametrize(("args", "message"), [
     ("{ sise = 3 }", "it has no option 'sise'; did you mean size? Its options are size, train"),
     ("{ x = 3 }", "it has no option 'x'; its options are size, train (data.args or env.args)"),
+    ('{ train = "other" }', "env.args.train is a setting of its own; set env.train instead"),
+    ("{ args = 3 }", "env.args.args is a setting of its own"),
 ])  # fmt: skip
 def test_unknown_argument_is_refused_with_the_nearest_name(
     tmp_path: Path, args: str, message: str
