@@ -79,10 +79,18 @@ def tail_offset(log: Path, lines: int) -> int:
 def read_new_lines(log: Path, offset: int) -> tuple[list[str], int]:
     """The complete lines after a byte offset, and the offset after them.
 
-    After a rotation these are all lines: those written just before it were not read.
+    If the log was rotated in between, lines of the rotated file come first.
     """
-    if log.stat().st_size < offset:
-        offset = 0
+    if log.stat().st_size >= offset:
+        return _read_lines(log, offset)
+    rotated_lines, _ = _read_lines(_rotated(log), offset)
+    new_lines, offset = _read_lines(log, 0)
+    return rotated_lines + new_lines, offset
+
+
+def _read_lines(log: Path, offset: int) -> tuple[list[str], int]:
+    if not log.exists():
+        return [], offset
     with log.open("rb") as file:
         file.seek(offset)
         complete, newline, _ = file.read().rpartition(b"\n")

@@ -77,7 +77,7 @@ def test_log_is_rotated_only_above_its_limit(log: Path) -> None:
     worker_logs.rotate_log(log.with_name("missing.log"))
 
 
-def test_reader_gets_complete_lines_and_begins_again_after_a_rotation(log: Path) -> None:
+def test_reader_gets_each_line_once_across_a_rotation(log: Path) -> None:
     log.write_text(numbered(0, 30))
     offset = worker_logs.tail_offset(log, 2)
     lines, offset = worker_logs.read_new_lines(log, offset)
@@ -87,12 +87,12 @@ def test_reader_gets_complete_lines_and_begins_again_after_a_rotation(log: Path)
     lines, offset = worker_logs.read_new_lines(log, offset)
     assert lines == ["line 30"]
     with log.open("a") as opened:
-        opened.write(" 31\n")
+        opened.write(" 31\nline 32\n")
     worker_logs.rotate_log(log, max_bytes=100)
     with log.open("a") as opened:
         opened.write("line 33\n")
     lines, offset = worker_logs.read_new_lines(log, offset)
-    assert lines == ["line 33"]
+    assert lines == ["line 31", "line 32", "line 33"]
     assert worker_logs.read_new_lines(log, offset) == ([], offset)
     assert worker_logs.tail_offset(log, 0) == len("line 33\n")
 
