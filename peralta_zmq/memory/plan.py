@@ -125,6 +125,10 @@ def plan_trainer(
     }
     phases = {
         "training": {"gradients": gradients, **_activations(config, shape, machine)},
+        "backward pass of the embedding": {
+            "gradients": gradients,
+            "added gradient of the embedding": _added_bytes(config, shape, machine),
+        },
         "publishing": {"gradients": gradients, "copy of the weights": snapshot},
     }
     live = replace(machine, engine="native")  # samples from the policy, in float32
@@ -201,6 +205,14 @@ def _activations(config: Config, shape: ModelShape, machine: Machine) -> Parts:
     return {f"activations of {work.tokens} tokens": activations, "output head": head}
 
 
+def _added_bytes(config: Config, shape: ModelShape, machine: Machine) -> float:
+    """The gradient of the embedding, while autograd adds it to an earlier one."""
+    work = workload_of(config, shape, machine)
+    # That of the tied head (models/head.py adds it on a CPU), or of earlier micro-batches.
+    is_added = machine.kind != "cpu" if shape.is_tied else work.update > work.tokens
+    return 4.0 * shape.embedding * (is_added and config.lora.rank is None)
+
+
 def layer_bytes(shape: ModelShape, machine: Machine, keys: int) -> float:
     """Bytes per token that a layer saves for its backward pass if a token attends to `keys`.
 
@@ -231,11 +243,16 @@ def plan_generator(config: Config, shape: ModelShape, machine: Machine) -> Plan:
         bits = config.engine.quantize + 2 * 8 * number / 64
         weights = number * shape.vectors + bits / 8 * (shape.num_parameters - shape.vectors)
     parts: Parts = {"weights": weights / config.engine.vllm_args.get("tensor_parallel_size", 1)}
-    if machine.engine == "native" and machine.kind == "cpu" and shape.is_tied:
+    is_packed = machine.engine == "native" and machine.kind == "cpu"
+    if is_packed and shape.is_tied:
         parts["packed output head"] = number * shape.embedding  # the embedding needs it unpacked
     if config.lora.rank is not None and (base := _base_bytes(config, shape, machine, number)):
         parts["base weights, to merge adapters"] = base
     parts |= _cache_parts(config, shape, machine, number=number)
+    if is_packed and sampling_dtype(config, machine) != config.weights.dtype:
+        # Between two decode steps, the engine converts a new version's weights one by one.
+        temporary = max(parts["logits and prompts"], number * shape.embedding)
+        parts["logits and prompts"] = temporary
     parts["process"] = PROCESS_BYTES[machine.kind]
     limit = generator_fraction(config, machine) * machine.memory
     # The difference is rounded down, so that the sum of all parts is within the limit.

@@ -134,6 +134,27 @@ def test_setting_lowers_the_peak_of_the_trainer(
     assert plan_trainer(load(*large, *arguments), qwen, machine).peak < before.peak
 
 
+def test_gradient_of_the_embedding_is_added_to_that_of_a_tied_head(qwen: ModelShape) -> None:
+    settings = (
+        "--train.max-tokens-per-microbatch=64", "--sampling.max-completion-length=32",
+        "--engine.max-model-len=64", "--engine.slots=1",
+    )  # fmt: skip
+    card, wide = Machine("cuda", 24 * GIB), replace(qwen, hidden_size=2560)
+    plan = plan_trainer(load(*settings), wide, card)
+    assert plan.phase == "backward pass of the embedding"
+    assert plan.parts["added gradient of the embedding"] == 4 * wide.embedding
+    assert plan_trainer(load(*settings), wide, MACHINE).phase != plan.phase
+    assert plan_trainer(load(*settings, "--lora.rank=8"), wide, card).phase != plan.phase
+
+
+def test_generator_converts_new_weights_of_another_dtype(qwen: ModelShape) -> None:
+    settings = ("--engine.slots=1", "--engine.max-model-len=64", "--model.dtype=float32")
+    plan = plan_generator(load(*settings), qwen, MACHINE)
+    assert plan.parts["logits and prompts"] == 4 * qwen.embedding
+    same = plan_generator(load(*settings, "--weights.dtype=float32"), qwen, MACHINE)
+    assert same.peak < plan.peak
+
+
 def test_entropy_keeps_logits_also_of_a_frozen_head(qwen: ModelShape) -> None:
     settings = ("--lora.rank=8", "--engine.slots=1", "--engine.max-model-len=64")
     without = plan_trainer(load(*settings), qwen, MACHINE).parts["output head"]

@@ -114,13 +114,13 @@ def train(config: Config, folder: Path) -> int:
         moves = build.moves_snapshots(config, opened.base_folder)
         publisher = WeightPublisher(writer, dtype=dtype, moves_snapshots=moves)
         with closing(publisher):
-            sample(config, opened.engine)
+            sample(config, opened.open_engine())
             for step in range(1, NUM_STEPS + 1):
                 result = opened.learner.learn(groups)
                 assert not result.skip_reason, result
                 publisher.publish(step, lora.published_weights(opened.model))
                 assert publisher.wait(60.0)
-            sample(config, opened.engine)
+            sample(config, opened.open_engine())
     return mapped_bytes(folder)
 
 
