@@ -5,14 +5,22 @@ This file uses old syntax only: a Python that is too old must be able to report 
 
 import importlib
 import os
+import signal
 import sys
 
 BIN = os.path.dirname(os.path.abspath(__file__))
 REPO = os.path.dirname(BIN)
 
 
-def launch(entry_point):
-    """Run "module:function" with the Python of the checkout's .venv, and exit with its result."""
+def launch(entry_point, die_on_interrupt=False):
+    """Run "module:function" and exit with its result.
+
+    The checkout's .venv replaces any other Python that started us. With `die_on_interrupt`, Ctrl-C
+    ends the process through the kernel until the program installs a handler: a KeyboardInterrupt
+    could be swallowed by a library that is being imported.
+    """
+    if die_on_interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     environment = os.path.join(REPO, ".venv")
     python = os.path.join(environment, "bin", "python")
     if os.path.exists(python) and os.path.realpath(sys.prefix) != os.path.realpath(environment):
