@@ -195,6 +195,21 @@ def test_own_kills_do_not_count_as_crashes(children: Children) -> None:
     assert {(row["delay"], row["killed"]) for row in restarts} == {(0.02, True)}
 
 
+def test_ended_worker_cannot_be_killed(children: Children) -> None:
+    results = list[bool]()
+
+    def on_tick(group: ProcessGroup) -> None:
+        process = group["generator-0"].process
+        if process and not results:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            results.append(group["generator-0"].kill())
+
+    fails_once = "if os.path.exists('mark'): notify('go'); stay()\nopen('mark', 'w'); sys.exit(1)"
+    (row,) = supervised("wait('go')", fails_once, on_tick=on_tick)
+    assert results == [False]
+    assert (row["event"], row["reason"], row["killed"]) == ("restart", "exit code 1", False)
+
+
 def test_stopped_worker_stays_down_until_it_is_resumed(children: Children) -> None:
     calls = list[str]()
 
@@ -249,6 +264,19 @@ def test_error_of_the_only_generator_ends_a_new_group_with_code_2(
     assert children.until_all_have_ended() == ["up"]
     failed = "generator-0 ended with an error (exit code 2); giving up"
     assert capfd.readouterr().out == f"{failed}; the end of {log}:\nloss.name = \\x1b[2Jx\n"
+
+
+def test_trainer_that_is_out_of_memory_is_not_restarted(
+    children: Children, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = (
+        "from peralta_zmq.config.programs import run_plain_program\n"
+        "from peralta_zmq.errors import OutOfMemoryError\n"
+        "def main(arguments): raise OutOfMemoryError('the trainer is out of memory')\n"
+        "wait('go'); sys.exit(run_plain_program(main, 'bin/trainer'))"
+    )
+    assert supervised(trainer, "notify('go'); stay()", code=2) == []
+    assert "bin/trainer: error: the trainer is out of memory\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -405,6 +433,17 @@ def test_trainer_that_fails_while_stopping_is_not_restarted(children: Children) 
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 3
         assert children.until_all_have_ended().count("trainer up") == 1
+
+
+def test_generator_that_cannot_run_does_not_end_a_trainer_that_stops(children: Children) -> None:
+    saves = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); gone = open('gone')\n"
+        "os.kill(os.getppid(), signal.SIGTERM); signal.sigwait([signal.SIGTERM])\n"
+        "notify('go'); gone.read(); time.sleep(0.5); send('saved')"
+    )
+    refuses = "gone = open('gone', 'w'); wait('go'); sys.exit(2)"
+    assert supervise([worker("trainer", saves), worker("g", refuses)], record=Record()) == 0
+    assert children.until_all_have_ended() == ["saved"]
 
 
 def test_children_of_a_crashed_worker_are_killed(children: Children) -> None:

@@ -105,6 +105,15 @@ def test_worker_that_ends_with_an_error_has_the_state_failed(
     assert row["state"] in lan_monitor.FAILED_STATES
 
 
+def test_worker_is_restarted_although_its_state_cannot_be_written() -> None:
+    replaces = "os.path.isdir(p) or (os.unlink(p), os.mkdir(p))"
+    code = f"import os; p = '{supervisor.FOLDER / NAME}.state'; {replaces}; raise SystemExit(9)"
+    words = [sys.executable, "-c", RUN_WITH_SHORT_DELAY, code]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1 and f"state of {NAME} not written" in done.stderr
+    assert done.stdout.count("restarted") == 4
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_worker_is_restarted_although_its_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # data may stay in a buffer until the end
