@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ STARTING = ("up", "sync")  # commands that need the code and the settings
 HOSTS_FILE = host_setup.HOSTS_FILE
 EXAMPLE = Path("configs/hosts.example.toml")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # not 127.0.0.2, which tests use for another machine
+FIRST_GPU = ("auto", "cuda", "cuda:0", "mps")  # names of the same GPU, on a machine that has one
 StepsOf: TypeAlias = Callable[[Host], list[ssh.Command]]  # commands of one phase for a host
 
 
@@ -277,13 +279,18 @@ def check_addresses(hosts: Hosts, config: Config) -> None:
 
 
 def check_memory(hosts: Hosts, config: Config) -> None:
-    """Raise ConfigError if the workers of a host are given more than its memory."""
+    """Raise ConfigError if the workers of one device are given more than its memory."""
+    by_device = defaultdict[tuple[str, str, str], list[Host]](list)
     for host in hosts.host:
+        visible = host.env.get("CUDA_VISIBLE_DEVICES", "")
+        device = host.device or config.model.device
+        by_device[host.ssh or "", "auto" if device in FIRST_GPU else device, visible].append(host)
+    for together in by_device.values():
         check_memory_fractions(
             config,
-            has_trainer=host is hosts.trainer,
-            num_generators=host.num_generators,
-            machine=f"host {host.name}",
+            has_trainer=hosts.trainer in together,
+            num_generators=sum(host.num_generators for host in together),
+            machine=f"host {' and '.join(host.name for host in together)}",
         )
 
 

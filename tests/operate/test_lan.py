@@ -81,5 +81,16 @@ def test_hosts_that_give_away_more_than_their_memory_are_refused() -> None:
     train, engine = TrainSection(memory_fraction=0.6), EngineSection(gpu_memory_utilization=0.4)
     shared = config(train=train, engine=engine)
     lan.check_memory(HOSTS, shared)  # 1.0 on mac, 0.8 on pc
+    second = {"name": "pc2", "dir": "~/second"}
+    twice = Hosts(host=(MAC, PC, PC.model_copy(update=second)))
+    with pytest.raises(ConfigError, match=r"each of 4 generators are 1.6 of .* host pc and pc2; "):
+        lan.check_memory(twice, shared)
+    same_card = Hosts(host=(MAC, PC, PC.model_copy(update={**second, "device": "auto"})))
+    with pytest.raises(ConfigError, match=r"each of 4 generators are 1.6 of .* host pc and pc2; "):
+        lan.check_memory(same_card, shared)
+    next_card = Hosts(host=(MAC, PC, PC.model_copy(update={**second, "device": "cuda:1"})))
+    lan.check_memory(next_card, shared)
+    other_card = {**second, "env": {"CUDA_VISIBLE_DEVICES": "1"}}
+    lan.check_memory(Hosts(host=(MAC, PC, PC.model_copy(update=other_card))), shared)
     with pytest.raises(ConfigError, match=r"train.memory_fraction 0.7 and .* 1.1 .* host mac; "):
         lan.check_memory(HOSTS, config(train=TrainSection(memory_fraction=0.7), engine=engine))
