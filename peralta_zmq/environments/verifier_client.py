@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, GetCoreSchemaHandler
 
 from peralta_zmq.addresses import with_port
 from peralta_zmq.environments.reward_functions import checked_reward, num_completions
@@ -30,25 +30,45 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
-class ProblemsResponse(BaseModel):
+class Form(BaseModel):
+    """Refused at the first wrong item of a list: a list of all errors could be huge."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        schema = handler(source)
+        todo: list[Any] = [schema]
+        while todo:
+            node = todo.pop()
+            if isinstance(node, list):
+                todo += node
+            elif isinstance(node, dict):
+                if node.get("type") == "definition-ref":  # such as Message
+                    node = handler.resolve_ref_schema(cast(Any, node))
+                if node.get("type") in ("list", "tuple"):
+                    node["fail_fast"] = True
+                todo += node.values()
+        return schema
+
+
+class ProblemsResponse(Form):
     problems: list[Problem]  # with the id as answer: the answers stay on the verifier
     digest: str  # of the environment's problems, answers and rewards
     has_turns: bool
     tools: list[dict[str, Any]]  # schemas
 
 
-class ReplyRequest(BaseModel):
+class ReplyRequest(Form):
     env: str
     problem: str  # id on the verifier
     digest: str
     messages: list[Message] = Field(min_length=1)  # after the prompt
 
 
-class ReplyResponse(BaseModel):
+class ReplyResponse(Form):
     messages: list[Message] | None = Field(min_length=1)  # None ends the episode
 
 
-class ScoreRequest(BaseModel):
+class ScoreRequest(Form):
     env: str
     problem: str
     digest: str | None = None  # None: the client has not got the problems from a verifier
@@ -58,11 +78,17 @@ class ScoreRequest(BaseModel):
     completion_messages: list[list[Message]] = []
 
 
-class ScoreResponse(BaseModel):
-    scores: list[Score]
+class ScoreFields(BaseModel):
+    reward: Any  # `checked_reward` checks the numbers
+    rewards: dict[str, Any] = {}
+    turn_rewards: list[Any] = []
 
 
-class ErrorResponse(BaseModel):
+class ScoreResponse(Form):
+    scores: list[ScoreFields]
+
+
+class ErrorResponse(Form):
     error: str
 
 
@@ -150,12 +176,13 @@ class RemoteEnvironment:
         messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
         episodes = [list(each) for each in messages or [()] * len(texts)]
+        all_turns = [num_completions(episode) or 1 for episode in episodes]
 
         def parse(content: bytes) -> list[Score]:
             scores = ScoreResponse.model_validate_json(content, strict=True).scores
             return [
-                cast(Score, checked_reward(score, num_turns=num_completions(episode) or 1))
-                for score, episode in zip(scores, episodes, strict=True)
+                cast(Score, checked_reward(Score(**vars(score)), num_turns=num_turns))
+                for score, num_turns in zip(scores, all_turns, strict=True)
             ]
 
         request = ScoreRequest(

@@ -16,12 +16,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from user_modules import UserModules
 from verifier_servers import PROBLEM, remote, reward_of, serving
 
 from peralta_zmq.build import open_environments
 from peralta_zmq.config import Config, load_config
-from peralta_zmq.environments import calculator
+from peralta_zmq.environments import calculator, verifier_client
 from peralta_zmq.environments.dataset import labeled_problem, load_problems
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.environments.verifier_service import MAX_REQUEST_BYTES, Verifier
@@ -246,6 +247,31 @@ def test_invalid_request_is_refused(
 ) -> None:
     answered, message = request(verifier.port, "POST", path, body)
     assert (answered, list(message)) == (status, ["error"])
+
+
+FIELDS = b'"env": "", "problem": "", "digest": "", "role": "user", "content": ""'
+WRONG = b"[" + b"1," * 100_000 + b"1]"
+WRONG_CALLS = b'[{%s, "tool_calls": %s}]' % (FIELDS, WRONG)
+
+
+@pytest.mark.parametrize(("form", "field", "value"), [
+    (verifier_client.ScoreRequest, b"completions", WRONG),
+    (verifier_client.ScoreRequest, b'completions": ["x"], "completion_ids', WRONG),
+    (verifier_client.ScoreRequest, b'completions": ["x"], "completion_ids', b'[["x"], %s]' % WRONG),
+    (verifier_client.ScoreRequest, b'completions": ["x"], "completion_messages',
+     b"[%s]" % WRONG_CALLS),
+    (verifier_client.ReplyRequest, b"messages", WRONG),
+    (verifier_client.ReplyRequest, b"messages", WRONG_CALLS),
+    (verifier_client.ReplyResponse, b"messages", WRONG),
+    (verifier_client.ScoreResponse, b"scores", WRONG),
+    (verifier_client.ProblemsResponse, b'has_turns": true, "tools": [], "problems', WRONG),
+    (verifier_client.ProblemsResponse, b'has_turns": true, "problems": [], "tools', WRONG),
+])  # fmt: skip
+def test_form_is_refused_at_its_first_error(form: Any, field: bytes, value: bytes) -> None:
+    """All errors of a body of 64 MiB would take about 50 GB of memory."""
+    with pytest.raises(ValidationError) as caught:
+        form.model_validate_json(b'{%s, "%s": %s}' % (FIELDS, field, value), strict=True)
+    assert caught.value.error_count() == 1
 
 
 def test_large_request_is_refused_before_it_is_read(verifier: Verifier) -> None:
