@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from peralta_zmq import models
@@ -24,9 +33,24 @@ from peralta_zmq.generator.serving.chats import MAX_WAITING, ChatCompletion
 from peralta_zmq.rollout import FinishReason, Message, SampledToken, Sampling
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
-# Other fields than those declared below are refused, unless they have one of these names or values.
-IGNORED = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user")
-NEUTRAL = (False, 0, [], {}, "auto", "none", ["text"], {"type": "text"})
+# Fields without an effect on completions, and fields that must have one of the values here. A field
+# of a message may have those values, too.
+IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+NEUTRAL: Mapping[str, Sequence[object]] = {
+    "annotations": [[]],
+    "frequency_penalty": [0],
+    "presence_penalty": [0],
+    "parallel_tool_calls": [True, False],
+    "top_logprobs": [0],
+    "logit_bias": [{}],
+    "modalities": [["text"]],
+    "response_format": [{"type": "text"}],
+    "service_tier": ["auto"],
+    "store": [False],
+    "tools": [[]],
+    "tool_calls": [[]],
+    "tool_choice": ["none", "auto"],
+}
 
 
 class ApiError(HTTPException):
@@ -46,7 +70,7 @@ class ApiError(HTTPException):
 
 
 class _Fields(BaseModel):
-    """A JSON object; a null is an absent field."""
+    """A JSON object; a null is an absent field. At most one unknown field is left to refuse."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -55,27 +79,35 @@ class _Fields(BaseModel):
     def _remove_neutral(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("must be a JSON object")
-        return {
-            name: content
-            for name, content in value.items()
-            if content is not None
-            and (name in cls.model_fields or not (name in IGNORED or content in NEUTRAL))
-        }
+        fields = dict[str, Any]()
+        unknown = dict[str, Any]()
+        for name, content in value.items():
+            if content is None:
+                continue
+            if name in cls.model_fields:
+                fields[name] = content
+            elif not (unknown or name in IGNORED or content in NEUTRAL.get(name, ())):
+                unknown[name] = content
+        return fields | unknown
 
 
 class _TextPart(_Fields):
+    model_config = ConfigDict(extra="ignore")  # such as cache_control
+
     type: Literal["text"]
     text: str
 
 
 class _Message(_Fields):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str = ""
+    content: Annotated[str, Field(default=None, validate_default=True)]
     name: str = ""
 
     @field_validator("content", mode="before")
     @classmethod
-    def _join_parts(cls, content: Any) -> Any:
+    def _join_parts(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") == "assistant":
+            return ""  # a message of tool calls or a refusal alone
         if not isinstance(content, list):
             return content
         parts = [_TextPart.model_validate(part) for part in content]
@@ -88,14 +120,14 @@ class _StreamOptions(_Fields):
 
 class _Body(_Fields):
     model: Any = None
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Annotated[int, Field(ge=1, le=MAX_WAITING)] = 1
     seed: int | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=1e-4, le=1)] = 1.0
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4), FailFast()] = []
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     logprobs: bool = False
@@ -105,6 +137,13 @@ class _Body(_Fields):
     def _check_temperature(cls, value: float) -> float:
         if 0 < value < 0.01:  # logits / temperature would not be finite in float32
             raise ValueError("must be 0, or at least 0.01")
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _check_stream(cls, value: _StreamOptions, info: ValidationInfo) -> _StreamOptions:
+        if not info.data.get("stream"):
+            raise ValueError("allowed with stream only")
         return value
 
     @field_validator("stop", mode="before")
@@ -122,7 +161,9 @@ def _refused(error: ValidationError) -> ApiError:
         reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
         value = "" if first["type"] == "missing" else f" {json.dumps(first['input'])[:50]}"
         return ApiError(f"{param or 'the body'}{value}: {reason}", param=param or None)
-    reason = f"{param} is not supported here; leave it out"
+    values = NEUTRAL.get(str(first["loc"][-1]))
+    neutral = f" or set it to {json.dumps(values[0])}" if values else ""
+    reason = f"{param} is not supported here; leave it out{neutral}"
     return ApiError(reason, param=param, code="unsupported_parameter")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: An
     (chat,) = parse(tokenizer).completions
     assert (chat.sampling.temperature, chat.sampling.top_p, chat.sampling.stop) == (1.0, 1.0, ())
     assert chat.sampling.max_completion_length == 64 - len(chat.prompt_ids)
-    parts = [{"type": "text", "text": "add 2 "}, {"type": "text", "text": "to 3."}]
+    part = {"type": "text", "text": "add 2 ", "cache_control": {"type": "ephemeral"}}
+    parts = [part, {"type": "text", "text": "to 3."}]
     (again,) = parse(tokenizer, messages=[{"role": "user", "content": parts}]).completions
     assert again.prompt_ids.tolist() == chat.prompt_ids.tolist()
 
@@ -75,6 +77,10 @@ def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: An
             "messages[1].role",
             "messages[1].role \"robot\": should be 'system', 'developer', 'user' or 'assistant'",
         ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "null: should be a valid string"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content", "string"),
+        ({"messages": [{**HELLO[0], "name": 3}]}, "messages[0].name", "a valid string"),
+        ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "messages[0].tool_calls", "to []"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages[0].content.type", "should be 'text'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "refuses the messages"),
@@ -82,6 +88,9 @@ def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: An
          "but the context of this generator is 64 tokens (engine.max_model_len); shorten"),
         ({"max_completion_tokens": 64}, "messages", "the completion may have 64"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens 0: should be greater than or equal to 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "should be a valid integer"),
+        ({"temperature": "hot"}, "temperature", "should be a valid number"),
+        ({"temperature": -1e-10}, "temperature", "should be greater than or equal to 0"),
         ({"temperature": 2.5}, "temperature", "temperature 2.5: should be less than or equal to 2"),
         ({"temperature": float("nan")}, "temperature", "should be"),
         ({"temperature": 1e-40}, "temperature", "temperature 1e-40: must be 0, or at least 0.01"),
@@ -90,9 +99,16 @@ def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: An
         ({"seed": True}, "seed", "should be a valid integer"),
         ({"stop": ["a"] * 5}, "stop", "at most 4 items"),
         ({"stop": ""}, "stop[0]", "at least 1 character"),
+        ({"stop": 3}, "stop", "should be a valid list"),
         ({"stop": "\ud800"}, "stop[0]", "a valid string"),
-        ({"top_logprobs": 2}, "top_logprobs", "is not supported here; leave it out"),
-        ({"tools": [{}]}, "tools", "tools is not supported here; leave it out"),
+        ({"stream": 1}, "stream", "should be a valid boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "with stream only"),
+        ({"top_logprobs": 2}, "top_logprobs", "is not supported here; leave it out or set it to 0"),
+        ({"tools": [{}]}, "tools", "tools is not supported here; leave it out or set it to []"),
+        ({"enable_thinking": False}, "enable_thinking", "is not supported here; leave it out"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out"),
+        ({"reasoning_effort": "none"}, "reasoning_effort", "leave it out"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "leave it out"),
         ({"temprature": 1}, "temprature", "temprature is not supported here; leave it out"),
     ],
     ids=str,
@@ -114,6 +130,7 @@ def test_bad_request_is_refused_with_field_and_remedy(
         {"messages": [{"role": "developer", "content": "Add."}, *HELLO]},
         {"messages": [{"role": "system", "content": "Add.", "name": "me"}, *HELLO]},
         {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": []}, *HELLO]},
+        {"messages": [*HELLO, {"role": "assistant"}, *HELLO]},
         {"tool_choice": "auto"},
         {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
     ],
@@ -122,7 +139,7 @@ def test_bad_request_is_refused_with_field_and_remedy(
 def test_forms_of_openai_clients_are_accepted(tokenizer: Any, changes: dict[str, Any]) -> None:
     (chat,) = parse(tokenizer, **changes).completions
     messages = [
-        Message({"developer": "system"}.get(row["role"], row["role"]), row["content"] or "")
+        Message({"developer": "system"}.get(row["role"], row["role"]), row.get("content") or "")
         for row in changes.get("messages", HELLO)
     ]
     assert chat.prompt_ids.tolist() == models.chat_prompt(tokenizer, messages)
@@ -134,6 +151,26 @@ def test_long_chat_is_refused_before_all_of_it_is_tokenized(tokenizer: Any, mess
         parse(tokenizer, messages=messages)
     (num_tokens,) = re.findall(r"are at least (\d+) tokens", str(caught.value))
     assert 64 < int(num_tokens) <= 64 * 16
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [%s1]}' % (b"1," * 250_000),
+        b'{"messages": [{"role": "user", "content": [%s1]}]}' % (b"1," * 250_000),
+        b'{"messages": [], "stop": [%s1]}' % (b"1," * 250_000),
+        b'{"messages": [], %s}' % b",".join(b'"%d": 1' % name for name in range(50_000)),
+        b'{"messages": [{%s}]}' % b",".join(b'"%d": 1' % name for name in range(50_000)),
+    ],
+    ids=lambda body: body[:60].decode(),
+)
+def test_body_with_many_errors_is_refused_at_the_first(tokenizer: Any, body: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(ApiError):
+        parse(tokenizer, body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 << 20
 
 
 def test_other_model_is_refused_as_not_found(tokenizer: Any) -> None:
