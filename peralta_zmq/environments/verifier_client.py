@@ -43,7 +43,7 @@ class Form(BaseModel):
                 todo += node
             elif isinstance(node, dict):
                 if node.get("type") == "definition-ref":  # such as Message
-                    node = handler.resolve_ref_schema(cast(Any, node))
+                    node = cast(Any, handler.resolve_ref_schema(cast(Any, node)))
                 if node.get("type") in ("list", "tuple"):
                     node["fail_fast"] = True
                 todo += node.values()

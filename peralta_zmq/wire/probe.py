@@ -178,7 +178,8 @@ class ProbeClient:
             # NOBLOCK: the connection may be refused after `_wait`.
             with contextlib.suppress(zmq.Again):
                 # REP expects the empty delimiter of a REQ.
-                return self.socket.send_multipart([b"", frame], zmq.NOBLOCK)
+                self.socket.send_multipart([b"", frame], zmq.NOBLOCK)
+                return
 
     def _receive(self, deadline: float) -> ProbeReply:
         self._wait(zmq.POLLIN, deadline)
