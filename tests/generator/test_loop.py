@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from engine_data import GREEDY, sampled
+from engine_data import GREEDY, TokenCounter, sampled
 from generators import (
     PROBLEM,
     FakeEngine,
@@ -32,7 +32,7 @@ from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.weight_sync import SettingsChangedError
 from peralta_zmq.learning.admission import Admission
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup, SampledToken
+from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 
@@ -332,24 +332,17 @@ def test_groups_in_flight_across_a_roll_back_are_dropped(
 TRAINING = {"num_generations": 3, "max_completion_length": 9, "min_tokens": 9}
 
 
-class WatchedEngine:
+class WatchedEngine(TokenCounter):
     """An engine that counts the tokens of training groups, which have a minimum length.
 
     After `countdown` decode steps it calls `when_counted`.
     """
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._sampled = engine, list[SampledToken]()
+        super().__init__(engine)
         self.countdown, self.when_counted = 0, lambda: None
         self.on_evaluation: Callable[[], None] = lambda: None  # called before its first request
         self.num_before_evaluation = 0  # tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._sampled)
 
     def submit(self, requests: Sequence[Request]) -> None:
         if not self.num_before_evaluation and not requests[0].sampling.min_tokens:
