@@ -38,6 +38,7 @@ RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
 EXPLANATIONS = _by_foreign_name(NAMES["explanations"])
 REMOVED: Mapping[str, str] = NAMES["removed"]
 
+
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:
     hint = _hint(section, leaf, known)
     return f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}"

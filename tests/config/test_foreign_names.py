@@ -85,4 +85,3 @@ def test_foreign_names_lead_to_existing_settings() -> None:
 def test_foreign_names_are_unique() -> None:
     assert len(RIGHT_NAMES) == sum(len(names.split()) for names in NAMES["settings"].values())
     assert not RIGHT_NAMES.keys() & EXPLANATIONS.keys()
-
