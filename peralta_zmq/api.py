@@ -50,9 +50,8 @@ from peralta_zmq.observe.metrics import (
     number,
     read_rows,
 )
-from peralta_zmq.observe.notebook import CellDisplay, in_notebook
 from peralta_zmq.observe.run_state import SESSION_STARTS, newest_session
-from peralta_zmq.observe.terminal import Terminal
+from peralta_zmq.observe.terminal import CellDisplay, Terminal, in_notebook
 from peralta_zmq.observe.verdict import Verdict, verdict
 
 if TYPE_CHECKING:

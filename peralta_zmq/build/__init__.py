@@ -1,11 +1,4 @@
-"""Build the objects of a run, which take plain values, from settings.
-
-components     learner, loss, reference models
-engines        engine, sampling
-environments   problems, reward functions and demonstrations
-dry_run        checks of the prompts and the model; imported as a module
-memory_checks  memory planner, its plans against this machine, errors of allocations
-"""
+"""Build the objects of a run, which take plain values, from settings."""
 
 # Imports that other packages use as attributes of this package:
 # ruff: noqa: F401

@@ -1,11 +1,6 @@
 """Memory that a run needs, computed from its settings and the model's config.json.
 
-No weights are loaded. `build` compares plans with the machine of a run; `bin/doctor plan` prints
-them.
-
-model_shape   sizes of a model
-plan          the memory of trainer and generator
-remedies      settings that make a plan fit
+No weights are loaded.
 """
 
 # Imports that other packages use as attributes of this package:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from operator import length_hint
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,7 +21,6 @@ from rich.text import Text
 
 from peralta_zmq.errors import printable
 from peralta_zmq.observe.metrics import Row, format_number, number
-from peralta_zmq.observe.notebook import CellDisplay
 from peralta_zmq.observe.run_state import WINDOW, format_duration, seconds_left
 from peralta_zmq.observe.verdict import Level, Verdict
 
@@ -179,6 +178,35 @@ class Terminal:
     def _eta(self) -> str:
         steps_left = self._max_steps - number(self._rows[-1], "step")
         return format_duration(seconds_left(self._rows, steps_left))
+
+
+def in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+class CellDisplay:
+    """In place of `Live`: text in the output of a notebook's cell, replaced by each `update`.
+
+    rich itself redraws there only with ipywidgets, which not every front end shows.
+    """
+
+    def __init__(self) -> None:
+        self.console = Console(width=100, force_jupyter=False)
+        self._handle: Any = None  # IPython's, to replace the text
+
+    def refresh(self) -> None:
+        """Do nothing: `update` has drawn."""
+
+    def update(self, content: RenderableType, refresh: bool = False) -> None:
+        from IPython.display import display  # pyright: ignore[reportUnknownVariableType]
+
+        with self.console.capture() as captured:
+            self.console.print(content)
+        bundle = {"text/plain": captured.get()}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
 
 
 class Progress:

@@ -1,14 +1,7 @@
 """`bin/lan`: start and control a run on the machines of a hosts file, or on a cluster.
 
 The run continues when bin/lan ends: each worker has a supervisor on its host (supervisor.py), or is
-a job of Slurm. Commands:
-
-up       probe every host, copy the code, install, send settings, check, start; then show the logs
-sync     only probe, copy and install (ssh)
-status   print the state of every worker
-logs, restart, stop, enable, disable   for the workers of a host, or for one worker, by name
-down     stop all workers
-local    a run on this machine only, without hosts file (operate/local.py)
+a job of Slurm. docs/lan.md describes the commands.
 """
 
 from __future__ import annotations
