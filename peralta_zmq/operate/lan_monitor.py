@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
 
@@ -118,57 +119,50 @@ def follow_logs(
     return not stopped.is_set()
 
 
+@dataclass
 class LogReader:
     """Prints the logs of one host's workers; reconnects when the connection is lost.
 
     Once `stopped` is set, it neither prints nor reconnects.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        names: Sequence[str],
-        lines: int,
-        stopped: threading.Event,
-        reconnect_seconds: float = 5.0,
-    ) -> None:
-        self._host = host
-        self._names = names
-        self._stopped = stopped
-        self._num_earlier_lines = lines
-        self._reconnect_seconds = reconnect_seconds
-        self._process: subprocess.Popen[str] | None = None
+    host: Host
+    names: Sequence[str]
+    num_earlier_lines: int
+    stopped: threading.Event
+    reconnect_seconds: float = 5.0
+    process: subprocess.Popen[str] | None = None
 
     def run(self) -> None:
         # A host without `ssh` is this machine, which has no connection to lose.
-        while self._read() == ssh.SSH_FAILED and self._host.ssh:
+        while self._read() == ssh.SSH_FAILED and self.host.ssh:
             self.print_line(
-                f"{self._host.name}: connection lost, its workers continue; "
-                f"reconnecting in {self._reconnect_seconds:.0f} s"
+                f"{self.host.name}: connection lost, its workers continue; "
+                f"reconnecting in {self.reconnect_seconds:.0f} s"
             )
-            if self._stopped.wait(self._reconnect_seconds):
+            if self.stopped.wait(self.reconnect_seconds):
                 return
             # Print no earlier lines again; lines written while disconnected are never printed.
-            self._num_earlier_lines = 0
+            self.num_earlier_lines = 0
 
     def close(self) -> None:
         """End the connection; the workers continue."""
-        if self._process:
-            self._process.kill()
-            self._process.wait()
+        if self.process:
+            self.process.kill()
+            self.process.wait()
 
     def _read(self) -> int:
-        words = ("follow", str(self._num_earlier_lines), *self._names)
-        script = host_setup.supervisor_script(self._host, *words)
-        with ssh.start(ssh.on_host(self._host, script)) as process:
-            self._process = process
+        words = ("follow", str(self.num_earlier_lines), *self.names)
+        script = host_setup.supervisor_script(self.host, *words)
+        with ssh.start(ssh.on_host(self.host, script)) as process:
+            self.process = process
             assert process.stdout
             for line in process.stdout:
                 self.print_line(line.rstrip("\n"))
             return process.wait()
 
     def print_line(self, line: str) -> None:
-        if not self._stopped.is_set():
+        if not self.stopped.is_set():
             try:
                 sys.stdout.write(f"{printable(line)}\n")
                 sys.stdout.flush()

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -45,34 +45,25 @@ STATE_NAMES = {  # names of Slurm's states in the status table; the others are i
 }  # fmt: skip
 
 
+@dataclass
 class SlurmLauncher:
     """Commands of bin/lan for the jobs of a [slurm] table, with the methods of lan.SshLauncher."""
 
-    def __init__(
-        self,
-        settings: Slurm,
-        hosts_file: Path,
-        *,
-        dry_run: bool = False,
-        stop_seconds: float = 60.0,
-        poll_seconds: float = 3.0,
-    ) -> None:
-        """A job is cancelled `stop_seconds` after SIGTERM; squeue runs every `poll_seconds`.
+    settings: Slurm
+    hosts_file: Path
+    dry_run: bool = False
+    stop_seconds: float = 60.0  # from SIGTERM to the cancellation of a job
+    poll_seconds: float = 3.0  # between two calls of squeue
+    log_sizes: dict[str, int] = field(default_factory=dict[str, int])  # before `up`, by worker
 
-        Raises ConfigError if Slurm's commands are missing on this machine.
-        """
-        if not (dry_run or shutil.which("sbatch")):
+    def __post_init__(self) -> None:
+        """Raises ConfigError if Slurm's commands are missing on this machine."""
+        if not (self.dry_run or shutil.which("sbatch")):
             raise ConfigError(
                 f"there is no sbatch on this machine; run {program_name('lan')} on a login node of "
                 "the Slurm cluster"
             )
-        self._settings = settings
-        self._hosts_file = hosts_file
-        self._dry_run = dry_run
-        self._stop_seconds = stop_seconds
-        self._poll_seconds = poll_seconds
-        self._log_sizes: dict[str, int] = {}  # before the jobs were submitted, by worker
-        self._record_file = FOLDER / f"slurm-{hosts_file.stem}.json"
+        self._record_file = FOLDER / f"slurm-{self.hosts_file.stem}.json"
 
     # Starting.
 
@@ -80,14 +71,14 @@ class SlurmLauncher:
         """Submit the jobs of all workers that have no waiting or running job."""
         config = slurm_commands.cluster_config(config)
         earlier_config(config, config.run_folder)  # raises ConfigError for other settings
-        plan = slurm_commands.plan_run(self._settings, config)
-        if self._dry_run:
+        plan = slurm_commands.plan_run(self.settings, config)
+        if self.dry_run:
             for name, script in plan.scripts.items():
                 command = ssh.Command(("sbatch", *plan.arguments[name])).shown
                 sys.stdout.write(f"# {name}\n{command} <<'END'\n{script}END\n")
             return 0
         jobs = self._active_jobs(plan)
-        generators = [generator_name(index) for index in range(self._settings.generators.count)]
+        generators = [generator_name(index) for index in range(self.settings.generators.count)]
         names = [name for name in (TRAINER, *generators) if name not in jobs]
         # Nothing is submitted if Slurm refuses one of the jobs.
         if TRAINER in names:
@@ -96,7 +87,7 @@ class SlurmLauncher:
             sbatch(plan, GENERATORS, "--test-only", *array)
         slurm_commands.prepare_folder(config, generators)
         logs = {name: log_file(Path(plan.run_folder), name) for name in names}
-        self._log_sizes = {name: log.stat().st_size for name, log in logs.items() if log.exists()}
+        self.log_sizes = {name: log.stat().st_size for name, log in logs.items() if log.exists()}
         self._submit(replace(plan, jobs=jobs), names)
         return 0
 
@@ -124,7 +115,7 @@ class SlurmLauncher:
         if active and replace(run, jobs={}) != plan:
             raise ConfigError(
                 f"{next(iter(active))} is already queued or running with other settings; "
-                f"{program_name('lan')} down --hosts {self._hosts_file} first"
+                f"{program_name('lan')} down --hosts {self.hosts_file} first"
             )
         return active
 
@@ -177,13 +168,13 @@ class SlurmLauncher:
         selected = self._select(run, names)
         logs = {name: log_file(Path(run.run_folder), name) for name in selected}
         printer = LogPrinter(logs, lines=lines)
-        printer.offsets |= self._log_sizes
+        printer.offsets |= self.log_sizes
         reported = set[str]()
         polled_at = float("-inf")
         have_ended = False
         try:
             while not have_ended:
-                if time.monotonic() - polled_at > self._poll_seconds:
+                if time.monotonic() - polled_at > self.poll_seconds:
                     polled_at = time.monotonic()
                     rows = [row for row in self._states() if row["name"] in selected]
                     have_ended = not any(row["is_active"] for row in rows)
@@ -192,9 +183,9 @@ class SlurmLauncher:
                         sys.stdout.write(f"{name}: {_unshared_text(logs[name])}\n")
                     reported |= unshared
                 printer.print_new()
-                time.sleep(min(0.5, self._poll_seconds))
+                time.sleep(min(0.5, self.poll_seconds))
         except KeyboardInterrupt:
-            print_detached(self._hosts_file)
+            print_detached(self.hosts_file)
             return False
         return True
 
@@ -218,7 +209,7 @@ class SlurmLauncher:
         if waiting := [job for job, status in statuses.items() if status.state == "PENDING"]:
             slurm_commands.cancel(*waiting)
         slurm_commands.signal_jobs(jobs.values(), "TERM")
-        active = slurm_commands.wait_for_end(jobs.values(), self._stop_seconds)
+        active = slurm_commands.wait_for_end(jobs.values(), self.stop_seconds)
         if active:
             slurm_commands.cancel(*active)
         for name, job in jobs.items():
@@ -258,7 +249,7 @@ class SlurmLauncher:
             return SubmittedRun(**json.loads(self._record_file.read_text("utf-8")))
         except FileNotFoundError:
             raise ConfigError(
-                f"no jobs were submitted with --hosts {self._hosts_file} in this folder; "
+                f"no jobs were submitted with --hosts {self.hosts_file} in this folder; "
                 f"run {program_name('lan')} up"
             ) from None
 

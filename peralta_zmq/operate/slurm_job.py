@@ -145,7 +145,7 @@ class Job:
             State(since=time.time(), restarts=restarts, job=job, node=node),
             file=state_file(run_folder, name) if self._is_first_node else None,
             log=log_file(run_folder, name) if self._is_first_node else None,
-            run=run_folder if self._is_first_node and name == TRAINER else None,
+            run_folder=run_folder if self._is_first_node and name == TRAINER else None,
         )
         self._signal = 0  # the latest of SIGUSR1 and SIGUSR2
         self._requeue_at = float("inf")  # next try to queue the job again, in monotonic seconds

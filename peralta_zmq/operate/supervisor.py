@@ -94,30 +94,20 @@ def name_of(state: State) -> str:
     return {0: "done", 1: "gave up", EXIT_ERROR: "failed"}.get(state.code, "ended")
 
 
+@dataclass
 class Supervisor:
     """Keeps a worker running in this process, its state in `file`, and restarts in the run folder.
 
     `log` is the file with the output of this process, which is rotated.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        state: State,
-        *,
-        file: Path | None,
-        log: Path | None,
-        run: Path | None,
-        policy: RestartPolicy = DEFAULT_POLICY,
-        max_log_bytes: int = MAX_LOG_BYTES,
-    ) -> None:
-        self.worker = worker
-        self.state = state
-        self._file = file
-        self._log = log
-        self._max_log_bytes = max_log_bytes
-        self._record_in_run = recorder(run) if run else None
-        self._policy = policy
+    worker: Worker
+    state: State
+    file: Path | None
+    log: Path | None
+    run_folder: Path | None
+    policy: RestartPolicy = DEFAULT_POLICY
+    max_log_bytes: int = MAX_LOG_BYTES
 
     def run(
         self,
@@ -128,13 +118,13 @@ class Supervisor:
         def record(event: str, **fields: object) -> None:
             if event == "restart":
                 self.update(restarts=self.state.restarts + 1)
-            if self._record_in_run:
-                self._record_in_run(event, **fields)
+            if self.run_folder:
+                recorder(self.run_folder)(event, **fields)
 
         def tick(group: ProcessGroup) -> None:
             with suppress(OSError):  # a read-only disk must not end the supervisor
-                if self._log:
-                    rotate_log(self._log, max_bytes=self._max_log_bytes)
+                if self.log:
+                    rotate_log(self.log, max_bytes=self.max_log_bytes)
             if on_tick:
                 on_tick(group)
 
@@ -143,17 +133,17 @@ class Supervisor:
             record=record,
             on_tick=tick,
             stop_signal=stop_signal,
-            policy=self._policy,
+            policy=self.policy,
         )
 
     def update(self, **changes: Any) -> None:
         """Change the state and write it, unless Slurm has started its job on another node."""
         self.state = replace(self.state, **changes)
-        if self._file is None:
+        if self.file is None:
             return
-        latest = read_state(self._file)
+        latest = read_state(self.file)
         if latest is None or latest.job != self.state.job or latest.node == self.state.node:
-            _write_state(self._file, self.state)
+            _write_state(self.file, self.state)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -223,7 +213,7 @@ def run(job: Job, **options: Any) -> int:
         State(since=time.time()),
         file=_file(job.name, "state"),
         log=_file(job.name, "log"),
-        run=Path(job.run) if job.run else None,
+        run_folder=Path(job.run) if job.run else None,
         **options,
     )
     supervisor.update()
