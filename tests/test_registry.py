@@ -57,8 +57,6 @@ def test_shipped_names_resolve(kind: Kind) -> None:
                            "path of your own advantage"),
         ("loss", "inforce", "unknown loss 'inforce'; did you mean reinforce? Choose one of "),
         ("reward", "x", "unknown reward 'x'; choose one of answer_match, exact_match, "),
-        ("task", "reasoning-gym:chain_sum",
-         "unknown task 'reasoning-gym:chain_sum'; did you mean reasoning_gym:chain_sum?"),
     ],
 )  # fmt: skip
 def test_unknown_name_is_refused_with_choices(kind: Kind, name: str, message: str) -> None:

@@ -38,8 +38,3 @@ def test_batched_programs_compute_the_longest_completion(
     rates = generation.variants(cast(Any, Peers()))
     assert rates["original_varied"]() == 34 / 10
     assert rates["hf_varied"]() == 670 / 50  # two batches, of 20 and 30
-
-
-def test_bound_is_the_mean_of_before_and_after() -> None:
-    bounds = iter([1.0, 3.0])
-    assert generation.with_bound(lambda: next(bounds), lambda: 4.0) == (4.0, 2.0)

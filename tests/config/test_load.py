@@ -75,21 +75,6 @@ def test_other_files_for_the_embedded_model_have_the_demo_settings(name: str) ->
         assert attrgetter(setting)(config) == attrgetter(setting)(demo), setting
 
 
-def test_calculator_file_has_the_original_settings() -> None:
-    config = load("@", str(CONFIGS / "calculator.toml"))
-    sampling, train = config.sampling, config.train
-    assert config.model.name == "Qwen/Qwen3-0.6B"
-    assert (train.batch_size, sampling.num_generations, train.max_steps) == (48, 4, 40)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.95, 40)
-    assert sampling.max_completion_length == 48
-    assert (train.learning_rate, train.lr_scheduler_type) == (2e-6, "constant")
-    assert train.max_grad_norm == 0.5
-    assert (config.loss.name, config.advantage.name) == ("reinforce", "group_mean")
-    assert (config.data.train, config.data.eval) == ("math_1k", "math_250")
-    example = str(config.data.system_prompt).splitlines()[-1]
-    assert example == "Python: (8 * 5 + 3) / 2"
-
-
 def test_lan_file_binds_all_interfaces_and_publishes_to_nas() -> None:
     config = load(f"@{CONFIGS / 'lan.toml'}")  # without a space
     assert config.wire.bind == "0.0.0.0"

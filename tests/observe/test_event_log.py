@@ -53,13 +53,6 @@ def test_repeated_drop_is_one_line_a_minute_with_a_count(
     assert of_ann == [(0, None), (999, 999), (1000, 1), (1001, 1)]
 
 
-def test_join_after_a_quick_restart_is_written_at_once(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / EVENTS) as file, EventLog(file, []) as events:
-        for number in range(LIMITS["join"]):
-            assert events.append("join", generator="ann", incarnation=f"{number:016x}")
-    assert len(written(tmp_path, "join")) == LIMITS["join"]
-
-
 def test_names_above_the_limit_share_one_count(
     tmp_path: Path, wait: Callable[[float], None]
 ) -> None:

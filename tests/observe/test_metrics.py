@@ -1,6 +1,5 @@
 """JSON-lines files: complete lines only, also after a crash or on a full disk."""
 
-import json
 import math
 import resource
 import time
@@ -98,17 +97,6 @@ def test_trim_keeps_the_first_step_and_the_newest_rows(tmp_path: Path) -> None:
     assert steps[:3] == [0, 0, steps[2]] and steps[-3:] == [99, 99, 100]
     assert steps[2:] == sorted(steps[2:])
     assert size / 5 < path.stat().st_size < size / 3
-
-
-def test_trim_drops_rows_of_a_large_first_step(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    with JsonLines(path) as lines:
-        for number_of_row in range(100):
-            lines.append({"step": 1, "row": number_of_row})
-        lines.trim(1000)
-    kept = [row["row"] for row in read_rows(path)]
-    assert kept[0] == 0 and kept[-1] == 99
-    assert sum(len(json.dumps(row)) + 1 for row in read_rows(path)) <= 500
 
 
 def test_trim_that_fails_keeps_all_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

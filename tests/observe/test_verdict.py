@@ -320,12 +320,6 @@ def test_complete_run_that_hardly_ever_got_a_reward_names_the_fault() -> None:
     )
 
 
-def test_complete_run_without_signal_names_the_fault() -> None:
-    rows = run(frac_reward_zero_std=1.0, reward=0.0)
-    found = verdict(rows, [START, {"event": "complete", "time": 1021.0}])
-    assert found == verdict(rows, [START]) and found.level == "bad"
-
-
 def test_run_is_not_stalled_during_an_evaluation() -> None:
     begin: Row = {"event": "evaluate", "time": 1021.0, "step": 10}
     assert verdict(run(), [START, begin], now=NOW) == BALANCED

@@ -12,7 +12,6 @@ from peralta_zmq.config.sections import EngineSection, SecuritySection, WireSect
 from peralta_zmq.config.training_sections import TrainSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.operate import host_setup, lan, ssh
-from peralta_zmq.operate.supervisor import Job
 
 
 def test_dry_run_prints_every_command_and_runs_none(
@@ -45,13 +44,6 @@ def test_up_without_checkout_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     path = hosts_file(tmp_path / "hosts.toml", {"name": "a", "role": "trainer", "count": 1})
     with pytest.raises(ConfigError, match="up copies a checkout of the project to the hosts, and"):
         lan.main(["up", "--hosts", str(path), "--dry-run"])
-
-
-def test_jobs_survive_serialization() -> None:
-    from peralta_zmq.operate.supervisor import job_text, parse_jobs
-
-    jobs = [Job("a", ("x", "y z"), {"A": "ä\n"}), Job("b", ("w",), {}, "runs/demo")]
-    assert parse_jobs("".join(f"{job_text(job)}\n" for job in jobs)) == jobs
 
 
 def test_select_accepts_names_of_hosts_and_workers() -> None:
