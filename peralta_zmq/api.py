@@ -1,12 +1,5 @@
 """The front door: train a model, watch a run and talk to its policy, from Python.
 
-    import peralta_zmq as pz
-
-    run = pz.train("Qwen/Qwen3-0.6B", rows, my_reward, max_steps=200)
-    run.wait()
-    run.chat("What is 2 + 3?")
-    run.export("out")
-
 `train` starts the same programs as `bin/lan local`, in processes of their own. Everything that
 `Run` returns is read from the files of the run.
 """
@@ -60,7 +53,7 @@ if TYPE_CHECKING:
 Data: TypeAlias = "str | PathLike[str] | Iterable[Mapping[str, Any]]"
 Reward: TypeAlias = "str | Callable[..., Any]"
 INPUTS = "inputs"  # folder in the run folder with the rows, the function and the settings
-SETTINGS, PID = "settings.toml", "pid"
+SETTINGS = "settings.toml"
 LOG = Path("logs") / "run.log"  # in the run folder: output of the trainer and the supervisor
 # `score` is the object that was pickled, so that its name and its parameters are those of the user.
 LOADER = """\
@@ -239,9 +232,7 @@ class Run:
         process = self._process
         if process is None:
             if self.is_running:
-                pid = self.folder / INPUTS / PID
-                hint = f", or: kill -INT {pid.read_text()}" if pid.is_file() else ""
-                raise RunError(f"{self.folder} was started by another process; stop it there{hint}")
+                raise RunError(f"{self.folder} was started by another process; stop it there")
             return
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -371,7 +362,6 @@ def _start(
     run = Run(folder, process, first_byte)
     atexit.register(run.stop)
     try:
-        replace_file(folder / INPUTS / PID, str(process.pid).encode())
         while process.poll() is None:
             events = read_rows(folder / EVENTS)[num_events:]
             if any(event.get("event") in SESSION_STARTS for event in events):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from peralta_zmq.build.engines import choose_engine, settings_with_turns
 from peralta_zmq.config import RESOLVED, Config, files_given
 from peralta_zmq.errors import ConfigError, OutOfMemoryError, program_name
 from peralta_zmq.memory import GIB, Machine, ModelShape, Plan, Role, gib, read_shape
-from peralta_zmq.memory.remedies import NOTHING_HELPS, Advice, MakePlan, advise
+from peralta_zmq.memory.remedies import NOTHING_HELPS, Advice, advise
 from peralta_zmq.models.frozen_base import has_only_bfloat16
 
 logger = logging.getLogger(__name__)
@@ -61,37 +61,34 @@ class MemoryPlanner:
         return cls(shape, machine)
 
     def plan(self, config: Config, role: Role) -> Plan:
-        return self._function(config, role)(config)
+        if role == "generator":
+            return memory.plan_generator(config, self.shape, self.machine)
+        used = reference_models_used(config)
+        teacher = config.model.teacher if "teacher" in used else None
+        trust = config.model.trust_remote_code
+        return memory.plan_trainer(
+            config,
+            self.shape,
+            self.machine,
+            num_references=len(used) - (teacher is not None),
+            teacher_bytes=_teacher_bytes(teacher, trust) if teacher is not None else 0.0,
+        )
 
     def advise(self, config: Config, role: Role, *, limit: float | None = None) -> Advice:
         """What each remedy of a role saves, and which to choose; `limit` replaces the plan's."""
-        plan_of = self._function(config, role)
 
         def make_plan(changed: Config) -> Plan:
-            plan = plan_of(changed)
+            plan = self.plan(changed, role)
             return plan if limit is None else replace(plan, limit=limit)
 
         return advise(config, role, make_plan, shape=self.shape, machine=self.machine)
 
-    def _function(self, config: Config, role: Role) -> MakePlan:
-        """The function from settings to the plan of a role; `config` sets the reference models."""
-        if role == "generator":
-            return partial(memory.plan_generator, shape=self.shape, machine=self.machine)
-        used = reference_models_used(config)
-        teacher_bytes = 0.0
-        teacher = config.model.teacher if "teacher" in used else None
-        if teacher is not None:
-            folder = models.model_folder(teacher)
-            base_dtype = "bfloat16" if has_only_bfloat16(folder) else "float32"
-            shape = read_shape(folder, trust_remote_code=config.model.trust_remote_code)
-            teacher_bytes = memory.frozen_bytes(shape, base_dtype)
-        return partial(
-            memory.plan_trainer,
-            shape=self.shape,
-            machine=self.machine,
-            num_references=len(used) - (teacher is not None),
-            teacher_bytes=teacher_bytes,
-        )
+
+@lru_cache
+def _teacher_bytes(name: str, trust_remote_code: bool) -> float:
+    folder = models.model_folder(name)
+    base_dtype = "bfloat16" if has_only_bfloat16(folder) else "float32"
+    return memory.frozen_bytes(read_shape(folder, trust_remote_code=trust_remote_code), base_dtype)
 
 
 def check_start(config: Config, role: Role, folder: Path) -> None:
