@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from bad_network import Proxy
 from real_programs import REPO, RealRun, missing_keys, ran, until
-from slow_links import Link
 
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError, JournalError
@@ -184,8 +184,9 @@ def test_generator_behind_a_slow_link_keeps_the_staleness_bound(
         "trainer", "--train.max-steps", "8", "--weights.serve-port", str(port),
         "--train.max-off-policy-steps", "8",
     )  # fmt: skip
-    with closing(Link(port, mbit_per_s=20, delay=0.06)) as link:
-        other_run = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", link.address)
+    with Proxy(f"tcp://127.0.0.1:{port}", delay=0.002, bits_per_s=20e6) as link:
+        address = link.address.replace("tcp:", "http:")
+        other_run = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", address)
         generator = run.start("generator", *other_run)
         assert trainer.wait() == 0, trainer.printed
         assert generator.wait() == 0, generator.printed

@@ -18,18 +18,26 @@ class Proxy:
 
     While `cut` is set, no bytes are forwarded and connections stay open, as with an unplugged
     cable; with `half_open` only those to `address` are held back. Each chunk waits `delay` seconds,
-    its share of `bits_per_s`, and with probability `loss` 0.2 s for a retransmission. `damage`, if
-    set, is called with each chunk, of either direction, and returns the bytes to forward.
+    its share of `bits_per_s`, and with probability `loss` 0.2 s for a retransmission. A connection
+    breaks after `breaks_after` bytes in one direction. `damage`, if set, is called with each chunk,
+    of either direction, and returns the bytes to forward.
     """
 
     def __init__(
-        self, address: str, *, delay: float = 0.0, bits_per_s: float = 0.0, loss: float = 0.0
+        self,
+        address: str,
+        *,
+        delay: float = 0.0,
+        bits_per_s: float = 0.0,
+        loss: float = 0.0,
+        breaks_after: float = float("inf"),
     ) -> None:
         self.cut, self.half_open = threading.Event(), threading.Event()
         self.num_connections = 0
         self.damage: Callable[[bytes], bytes] | None = None
         self._port = int(address.rpartition(":")[2])
         self._delay, self._rate, self._loss = delay, bits_per_s, loss
+        self._breaks_after = breaks_after
         self._random = random.Random(0)
         self._ended = threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -80,13 +88,15 @@ class Proxy:
     def _forward(self, source: socket.socket, target: socket.socket, upward: bool) -> None:
         readable = select.poll()  # a socket timeout would apply to both threads
         readable.register(source, select.POLLIN)
+        num_bytes = 0
         with contextlib.suppress(OSError):  # one end is closed
-            while not self._ended.is_set():
+            while num_bytes < self._breaks_after and not self._ended.is_set():
                 if self.cut.is_set() or (upward and self.half_open.is_set()):
                     self._ended.wait(0.02)
                 elif readable.poll(50):  # ms
                     if not (chunk := source.recv(CHUNK)):
                         break
+                    num_bytes += len(chunk)
                     self._ended.wait(self._pause(chunk))
                     target.sendall(self.damage(chunk) if self.damage else chunk)
         for each in (source, target):
