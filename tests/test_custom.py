@@ -14,6 +14,8 @@ from sample_data import group_of, rollout_with, tiny_model
 from user_modules import UserModules
 
 from peralta_zmq import build, registry
+from peralta_zmq.build import components
+from peralta_zmq.build.environments import make_reward_functions, make_reward_pool
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.dataset import load_problems
 from peralta_zmq.environments.reward_pool import LocalRewards
@@ -47,7 +49,7 @@ def task_of(config: Config) -> Any:
 
 def functions_of(config: Config, task: Any, example: Problem) -> Any:
     (env,) = config.environments
-    return build.make_reward_functions(config, env, task, example=example)
+    return make_reward_functions(config, env, task, example=example)
 
 
 def learned(config: Config, *groups: Any) -> dict[str, float]:
@@ -78,7 +80,7 @@ def test_loss_trains_and_reports_masked_tokens(tmp_path: Path) -> None:
 
 def test_advantage_has_configured_scale(tmp_path: Path) -> None:
 
-    advantage = build.make_advantage(config_of(tmp_path, "best_of_the_rest"))
+    advantage = components.make_advantage(config_of(tmp_path, "best_of_the_rest"))
     assert advantage([1, 0, 0.5], [3, 3, 3]) == [0.25, -0.5, -0.25]
     assert learned(config_of(tmp_path, "best_of_the_rest"))["grad_norm"] > 0
 
@@ -86,7 +88,7 @@ def test_advantage_has_configured_scale(tmp_path: Path) -> None:
 def test_advantage_over_the_step_gets_all_groups(tmp_path: Path) -> None:
     from peralta_zmq.learning.advantages import advantages_of
 
-    advantage = build.make_advantage(config_of(tmp_path, "centred"))
+    advantage = components.make_advantage(config_of(tmp_path, "centred"))
     groups = [group_of([1, 0]), group_of([4, 3])]
     assert advantages_of(groups, advantage) == [[-1, -2], [2, 1]]
 
@@ -114,7 +116,7 @@ def test_task_reward_has_named_parts(tmp_path: Path) -> None:
     assert len(made) == 16
     problem = next(each for each in made if each.id == "2+3")
     assert isinstance(problem, Problem)
-    with closing(build.make_reward_pool(config, is_verifier=False)) as pool:
+    with closing(make_reward_pool(config, is_verifier=False)) as pool:
         rewards = LocalRewards(functions_of(config, task, problem), pool)
         assert rewards.score(problem, [" 5 ", "five"], [(), ()]).result() == [
             Score(1.1, {"right": 1.0, "short": 0.1}), Score(0.0, {"right": 0.0, "short": 0.0}),
@@ -125,7 +127,7 @@ def test_reward_functions_have_weights(tmp_path: Path) -> None:
     config = config_of(tmp_path, "polite")
     task = task_of(config)
     problem = Problem("1", "calculator", (), "2 + 3")
-    with closing(build.make_reward_pool(config, is_verifier=False)) as pool:
+    with closing(make_reward_pool(config, is_verifier=False)) as pool:
         rewards = LocalRewards(functions_of(config, task, problem), pool)
         scores = rewards.score(problem, ["5", "thanks"], [(5,), (6, 7)]).result()
     assert [score.rewards for score in scores] == [
@@ -158,7 +160,7 @@ def test_reward_setting_replaces_the_task_reward() -> None:
     config = load_config("bin/lan", shlex.split(COMMANDS[0]))
     task = task_of(config)
     problem = Problem("1", "calculator", (), "2 + 3")
-    with closing(build.make_reward_pool(config, is_verifier=False)) as pool:
+    with closing(make_reward_pool(config, is_verifier=False)) as pool:
         rewards = LocalRewards(functions_of(config, task, problem), pool)
         scores = rewards.score(problem, ["3 + 2", "3 + 2        "], [(), ()]).result()
         assert scores == [Score(1.0), Score(0.5)]

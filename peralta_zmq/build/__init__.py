@@ -7,13 +7,7 @@
 from peralta_zmq.build.components import (
     first_masters,
     load_policy,
-    make_advantage,
-    make_filters,
     make_learner,
-    make_loss,
-    make_reference_models,
-    make_scorer,
-    reference_models_used,
     update_settings,
 )
 from peralta_zmq.build.engines import (
@@ -30,9 +24,6 @@ from peralta_zmq.build.engines import (
     weight_update,
 )
 from peralta_zmq.build.environments import (
-    make_demonstrations,
-    make_reward_functions,
-    make_reward_pool,
     open_environments,
 )
 from peralta_zmq.build.memory_checks import (

@@ -12,6 +12,7 @@ from engine_data import completed
 from sample_data import group_of, tiny_model
 
 from peralta_zmq import build, models
+from peralta_zmq.build.environments import make_reward_pool
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.registry import EngineSettings, WeightUpdate
@@ -82,5 +83,5 @@ def test_reward_workers_share_the_cores_with_other_processes(
         ([], 12), (["--run.num-workers=5"], 2), (["--run.num-workers=99"], 1),
         (["--task.reward-workers=40"], 40),
     ]:  # fmt: skip
-        pool = build.make_reward_pool(config_of(*arguments), is_verifier=False)
+        pool = make_reward_pool(config_of(*arguments), is_verifier=False)
         assert pool.num_workers == num_workers

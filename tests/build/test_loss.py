@@ -17,6 +17,8 @@ from sample_data import group_of, tiny_model
 from user_modules import UserModules
 
 from peralta_zmq import build, models, registry
+from peralta_zmq.build import components
+from peralta_zmq.build.environments import make_demonstrations
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import ConfigError, TaskError, UserCodeError
@@ -73,7 +75,7 @@ def error_of(function: Callable[[Config], Any], *arguments: str) -> str:
 
 
 def filters(config: Config) -> list[Any]:
-    return build.make_filters(config, vocab_size=64)
+    return components.make_filters(config, vocab_size=64)
 
 
 # Options.
@@ -100,9 +102,9 @@ def test_shipped_function_trains_with_defaults(kind: str, name: str) -> None:
 
 def test_options_are_bound() -> None:
     # r = e^.2 = 1.2214; clipped at 1.05 for A > 0, kept for A < 0
-    loss = build.make_loss(config_of("--loss.name=dapo", "--loss.epsilon=0.05"))
+    loss = components.make_loss(config_of("--loss.name=dapo", "--loss.epsilon=0.05"))
     assert loss(tokens_of())[0].item() == pytest.approx((-2 * 1.05 + 2 * 1.221403) / 4, abs=1e-6)
-    advantage = build.make_advantage(
+    advantage = components.make_advantage(
         config_of("--advantage.name=group_zscore", "--advantage.scale-rewards=none")
     )
     assert advantage([1, 0], [1, 1]) == [0.5, -0.5]
@@ -127,7 +129,7 @@ def test_step_on_equal_rewards_or_one_rollout_changes_nothing(
 def test_constant_aggregation_divides_by_max_completion_length() -> None:
     # 2 rollouts of 2 tokens: r = e^.2, clipped at 1.2 for A = 1, kept for A = -1
     config = config_of("--loss.name=dr_grpo", "--sampling.max-completion-length=5")
-    loss = build.make_loss(config)(tokens_of())[0]
+    loss = components.make_loss(config)(tokens_of())[0]
     assert loss.item() == pytest.approx((-2 * 1.2 + 2 * 1.221403) / (2 * 5), abs=1e-6)
 
 
@@ -141,7 +143,7 @@ def test_constant_aggregation_divides_by_max_completion_length() -> None:
     ],
 )
 def test_loss_names_the_models_that_it_needs(arguments: list[str], models: set[str]) -> None:
-    assert build.reference_models_used(config_of(*arguments)) == models
+    assert components.reference_models_used(config_of(*arguments)) == models
 
 
 def test_masks_over_the_step_are_those_of_the_config() -> None:
@@ -157,7 +159,7 @@ def one_demonstration(folder: Path, *arguments: str) -> Rollout:
     file.write_text('{"prompt": "What is 2 + 3?", "completion": "2 + 3"}\n')
     model = tiny_model(vocab_size=468)
     config = config_of(f"--loss.sft-file={file}", *arguments)
-    demonstrations = build.make_demonstrations(config, model, Scorer(model))
+    demonstrations = make_demonstrations(config, model, Scorer(model))
     assert demonstrations is not None
     return demonstrations.rollouts[0]
 
@@ -250,8 +252,8 @@ REFUSED_OPTIONS = [
 
 
 def make_objective(config: Config) -> None:
-    build.make_loss(config)
-    build.make_advantage(config)
+    components.make_loss(config)
+    components.make_advantage(config)
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED_OPTIONS)
@@ -263,8 +265,8 @@ def test_unknown_or_ineffective_options_are_refused(arguments: str, message: str
 
 
 def test_entropy_bonus_is_the_mean_over_tokens() -> None:
-    plain = build.make_loss(config_of())(tokens_of())[0].item()
-    loss = build.make_loss(config_of("--loss.entropy-coef=0.1"))
+    plain = components.make_loss(config_of())(tokens_of())[0].item()
+    loss = components.make_loss(config_of("--loss.entropy-coef=0.1"))
     value, metrics = loss(tokens_of())
     assert value.item() == pytest.approx(plain - 0.1 * 2.5)
     assert metrics["entropy"].item() == 2.5
@@ -342,28 +344,28 @@ def test_enforced_filter_removes_rollouts_but_keeps_the_baseline() -> None:
 def test_user_functions_get_their_kwargs() -> None:
     config = config_of("--loss.name=mine.loss", "--loss.kwargs", '{"power": 2.0}')
     tokens = dataclasses.replace(tokens_of(), mask=torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    doubled = build.make_loss(config)(tokens)[0]
-    plain = build.make_loss(config_of("--loss.name=mine.loss"))(tokens)[0]
+    doubled = components.make_loss(config)(tokens)[0]
+    plain = components.make_loss(config_of("--loss.name=mine.loss"))(tokens)[0]
     assert doubled.item() == 2 * plain.item() != 0
     arguments = ["--advantage.name=mine.best", "--advantage.kwargs", '{"scale": 3.0}']
-    assert build.make_advantage(config_of(*arguments))([1, 0], [2, 2]) == [0, -3]
+    assert components.make_advantage(config_of(*arguments))([1, 0], [2, 2]) == [0, -3]
 
 
 def test_user_loss_with_var_keywords_gets_section_options() -> None:
-    loss = build.make_loss(config_of("--loss.name=mine.greedy", "--loss.epsilon=0.5"))
+    loss = components.make_loss(config_of("--loss.name=mine.greedy", "--loss.epsilon=0.5"))
     assert loss(tokens_of())[0].item() == -2.0
 
 
 @pytest.mark.parametrize(
     ("build", "arguments", "message"),
     [
-        (build.make_loss, ["--loss.name=mine.shy"],
+        (components.make_loss, ["--loss.name=mine.shy"],
          "loss 'mine.shy': missing a required argument: 'limit'; its options are limit, set them"),
-        (build.make_loss, ["--loss.name=mine.loss", "--loss.kwargs", '{"force": 2}'],
+        (components.make_loss, ["--loss.name=mine.loss", "--loss.kwargs", '{"force": 2}'],
          "loss 'mine.loss': got an unexpected keyword argument 'force'; its options are power"),
         (str, ["--loss.name=gspo", "--loss.kwargs", '{"epsilon": 2}'],
          "loss.kwargs is only for a loss of your own; set the options of 'gspo' in [loss]"),
-        (build.make_advantage, ["--advantage.name=mine.best",
+        (components.make_advantage, ["--advantage.name=mine.best",
         "--advantage.kwargs", '{"s": 1}'],
          "advantage 'mine.best': got an unexpected keyword argument 's'; its options are scale"),
         (filters, ["--filter.count=mine.loud"],

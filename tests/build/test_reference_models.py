@@ -13,6 +13,7 @@ from sample_data import group_of, token_logprobs
 from user_modules import UserModules
 
 from peralta_zmq import build, models
+from peralta_zmq.build import components
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError
 
@@ -164,10 +165,9 @@ def test_user_loss_gets_models_by_its_option_names(
 ) -> None:
     user_modules.write("held_back", OWN)
     own = "--loss.name=held_back.held"
-    assert build.reference_models_used(config_of(own)) == {"reference"}
-    assert build.reference_models_used(config_of(own, "--loss.beta=0")) == set()
-    assert build.reference_models_used(config_of(own, "--loss.kwargs", '{"teacher_tau": 1}')) == {
-        "reference", "teacher",
-    }  # fmt: skip
+    assert components.reference_models_used(config_of(own)) == {"reference"}
+    assert components.reference_models_used(config_of(own, "--loss.beta=0")) == set()
+    taught = config_of(own, "--loss.kwargs", '{"teacher_tau": 1}')
+    assert components.reference_models_used(taught) == {"reference", "teacher"}
     learned = build.make_learner(config_of(own), embedded()).learn([group()]).metrics
     assert learned["loss"] == 0  # the reference is the policy itself

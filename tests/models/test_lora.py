@@ -26,7 +26,7 @@ from sample_data import group_of, token_logprobs
 from transformers import AutoModelForCausalLM
 
 from peralta_zmq import build, models
-from peralta_zmq.build import make_engine
+from peralta_zmq.build import components, make_engine
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.engines.choice import live_engine
 from peralta_zmq.errors import ConfigError
@@ -167,10 +167,10 @@ def test_reference_and_teacher_are_the_packed_base_without_adapters() -> None:
     losses = ("--loss.name=dapo", "--loss.beta=0.1", "--loss.teacher-tau=1")
     config, model = trained("--lora.base-dtype=nf4", *losses)
     base = load_frozen_base(models.EMBEDDED, "nf4", device=torch.device("cpu"))
-    policy_scorer, base_scorer = (build.make_scorer(config, each) for each in (model, base))
+    policy_scorer, base_scorer = (components.make_scorer(config, each) for each in (model, base))
     adapters = lora.trained_parameters(model).values()
     with PeakMemory() as memory:
-        copies = build.make_reference_models(config, model, policy_scorer)
+        copies = components.make_reference_models(config, model, policy_scorer)
     assert memory.peak == 2 * sum(each.nbytes for each in adapters)
     with torch.no_grad():
         for each in adapters:

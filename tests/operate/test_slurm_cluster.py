@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hosts import REPO, SMALL
 from real_programs import Program, until
-from slurm_cluster import Cluster, needs_slurm, slurm_cluster, wait_until
+from slurm_cluster import Cluster, needs_slurm, slurm_cluster
 
 from peralta_zmq.observe.metrics import read_rows
 from tools.link_proxy import free_ports
@@ -83,7 +83,7 @@ def site(cluster: Cluster, tmp_path: Path) -> Iterator[Site]:
     site = Site(cluster, tmp_path, name)
     yield site
     subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
-    wait_until(lambda: not cluster.run("squeue", "--noheader"))
+    until(lambda: not cluster.run("squeue", "--noheader"))
     (REPO / f".lan/slurm-{name}.json").unlink(missing_ok=True)
 
 

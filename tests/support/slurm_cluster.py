@@ -13,13 +13,13 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from real_programs import until
 
 from tools.link_proxy import free_ports
 
@@ -85,11 +85,11 @@ class Cluster:
         self._start("munged", "munged", "--foreground", "--force", f"--socket={munge}.sock",
                     f"--key-file={munge}.key", f"--pid-file={munge}.pid",
                     f"--log-file={munge}.log", f"--seed-file={munge}.seed")  # fmt: skip
-        wait_until(lambda: (self.folder / "munge.sock").exists())
+        until(lambda: (self.folder / "munge.sock").exists())
         self._start("slurmctld", "slurmctld", "-D", "-i", "-c")
         for name in NODES:
             self.start_node(name)
-        wait_until(lambda: set(self.node_states().values()) == {"idle"})
+        until(lambda: set(self.node_states().values()) == {"idle"})
 
     def start_node(self, name: str, *prefix: str) -> None:
         """Start the slurmd of a node; `prefix` may be a command that runs it."""
@@ -129,7 +129,7 @@ class Cluster:
     def start_requeued(self, job: str) -> None:
         """Start a job at once that is being queued again."""
         words = ("squeue", "--noheader", "--states=PENDING", "--format=%i", f"--jobs={job}")
-        wait_until(lambda: self.run(*words).strip())
+        until(lambda: self.run(*words).strip())
         self.run("scontrol", "update", f"jobid={job}", "starttime=now")
 
     def lose(self, node: str, *jobs: str) -> None:
@@ -152,7 +152,7 @@ class Cluster:
         self.start_node(node)
         if self.node_states()[node].startswith("down"):
             self.run("scontrol", "update", f"nodename={node}", "state=resume")
-        wait_until(lambda: self.node_states()[node] in ("idle", "mix", "alloc"))
+        until(lambda: self.node_states()[node] in ("idle", "mix", "alloc"))
 
     def close(self) -> None:
         for node in NODES:
@@ -180,11 +180,3 @@ def slurm_cluster() -> Generator[Cluster, None, None]:
             yield cluster
         finally:
             cluster.close()
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait until the condition is true; fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
