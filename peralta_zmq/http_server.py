@@ -275,24 +275,20 @@ def open_port(
 ) -> socket.socket:
     """A listening socket on the first free one of `num_ports` ports.
 
-    Raises ConfigError that names a setting of `settings`, (host, port).
+    Raises ConfigError that names a setting of `settings`, (host, port), also if other machines can
+    reach `host` without a password.
     """
     host_setting, port_setting = settings
-    _check_password(host, token=token, setting=port_setting)
+    if token is None and not is_loopback(host):
+        section = port_setting.partition(".")[0]
+        owner = section if section in ("dashboard", "generator") else "security"
+        raise ConfigError(
+            f"{port_setting}: a server on {host} is open to other machines without a password; set "
+            f"{owner}.token_file to a file of mode 0600 with one"
+        )
     last = min(port + num_ports - 1, 65_535)
     for candidate in range(port, last + 1):
         with suppress(OSError):  # in use
             return listen(host, candidate, host_setting=host_setting)
     ports = f"{port} to {last}" if last > port else port
     raise ConfigError(f"{port_setting} {ports} cannot be used; choose a free one")
-
-
-def _check_password(host: str, *, token: str | None, setting: str) -> None:
-    """Raise ConfigError if other machines can reach `host` without a password."""
-    if token is None and not is_loopback(host):
-        section = setting.partition(".")[0]
-        owner = section if section in ("dashboard", "generator") else "security"
-        raise ConfigError(
-            f"{setting}: a server on {host} is open to other machines without a password; set "
-            f"{owner}.token_file to a file of mode 0600 with one"
-        )

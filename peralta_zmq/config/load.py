@@ -160,7 +160,7 @@ def help_text(program: str, commands: Sequence[str] = (), *, topic: str = "") ->
         return _overview(program, commands, sections)
     # Arrays of tables, such as [[eval.env]], have the settings of the section env.
     settings = [
-        (name, leaf, field)
+        (name, leaf if name == "env" else f"--{name}.{leaf}", field)
         for name, section in sections.items()
         for leaf, field in section.model_fields.items()
         if not row_model_of(field)
@@ -169,21 +169,17 @@ def help_text(program: str, commands: Sequence[str] = (), *, topic: str = "") ->
         introduction = f"[{topic}] {cleandoc(sections[topic].__doc__ or '')}"
         if topic == "env":
             introduction += " In files only, as [[env]] or [[eval.env]]."
-        found = [
-            _setting_help(leaf if topic == "env" else f"--{topic}.{leaf}", field)
-            for name, leaf, field in settings
-            if name == topic
-        ]
+        found = [_setting_help(flag, field) for name, flag, field in settings if name == topic]
         losses = f"\n{named_losses.help_text()}" if topic == "loss" else ""
         return f"{introduction}\n{''.join(found)}{losses}"
-    options = [(f"{name}.{leaf}", field) for name, leaf, field in settings if name != "env"]
     found = [
-        _setting_help(f"--{name}", field)
-        for name, field in options
-        if topic in name or topic in (field.description or "").lower().replace("-", "_")
+        _setting_help(flag, field)
+        for name, flag, field in settings
+        if name != "env"
+        and (topic in flag or topic in (field.description or "").lower().replace("-", "_"))
     ]
     if not found:
-        leaves = [name.partition(".")[2] for name, _ in options]
+        leaves = [flag.rpartition(".")[2] for _, flag, _ in settings]
         hint = did_you_mean(topic, [*sections, *leaves], f"{program} --help {{}}")
         raise ConfigError(
             f"no setting has '{topic}' in its name or description; {hint}{' ' * bool(hint)}"

@@ -152,13 +152,26 @@ def test_environment_without_a_short_prompt_is_refused(
     assert "raise engine.max_model_len to 936" in line
 
 
-def test_context_of_the_model_limits_prompts(
-    config_with: Callable[..., Config], tmp_path: Path
-) -> None:
-    name = model(tmp_path / "m", max_position_embeddings=100)
-    line = refusal(config_with(users("one", "9 8 " * 20), name, "--data.overlong=refuse"))
-    assert "1 of 2 prompts do not fit into 100 tokens with a completion of 48" in line
-    assert line.endswith("shorten them: the model reads 100 tokens")
+@pytest.mark.parametrize(("sizes", "texts", "reasons"), [
+    ({"max_position_embeddings": 100}, ("one", "9 8 " * 20),
+     ("1 of 2 prompts do not fit into 100 tokens with a completion of 48",
+      "shorten them: the model reads 100 tokens")),
+    ({"vocab_size": 200}, ("1",),
+     ("1 of 1 prompts have tokens that are not among the 200 of the model: row 1 (",
+      "resize the embeddings to the tokenizer (resize_token_embeddings)")),
+    ({"template": "<|im_start|>"}, ("1", "2"),
+     ("2 of 2 prompts have special tokens only: row 1 ('<|im_start|>')",)),
+    *(({"template": template}, ("1", "2"),
+       ("prompts do not depend on the message of the user; copy all tokenizer files",))
+      for template in ("Question:\n", "{{ messages[0].role }}")),
+])  # fmt: skip
+def test_prompts_that_do_not_fit_the_model_are_refused(
+    config_with: Callable[..., Config], tmp_path: Path, sizes: dict[str, Any],
+    texts: tuple[str, ...], reasons: tuple[str, ...],
+) -> None:  # fmt: skip
+    name = model(tmp_path / "m", **sizes)
+    line = refusal(config_with(users(*texts), name, "--data.overlong=refuse"))
+    assert all(reason in line for reason in reasons)
 
 
 def test_completions_of_each_split_need_their_own_room(
@@ -211,37 +224,12 @@ def test_prompt_that_the_template_refuses_is_named(
     assert f"; {remedy}" in line
 
 
-@pytest.mark.parametrize("template", ["Question:\n", "{{ messages[0].role }}"])
-def test_template_that_ignores_the_message_is_refused(
-    config_with: Callable[..., Config], tmp_path: Path, template: str
-) -> None:
-    line = refusal(config_with(users("1", "2"), model(tmp_path / "m", template=template)))
-    assert "prompts do not depend on the message of the user; copy all tokenizer files" in line
-
-
 def test_template_that_drops_the_system_message_is_only_noted(
     config_with: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = model(tmp_path / "m", template="{{ messages[-1].content }}")
     usable(config_with([[("system", "add"), ("user", "1")]], name))
     assert "prompts do not depend on the message of the system" in caplog.text
-
-
-def test_prompt_without_a_token_of_its_text_is_refused(
-    config_with: Callable[..., Config], tmp_path: Path
-) -> None:
-    name = model(tmp_path / "m", template="<|im_start|>")
-    line = refusal(config_with(users("1", "2"), name))
-    assert "2 of 2 prompts have special tokens only: row 1 ('<|im_start|>')" in line
-
-
-def test_added_token_without_embedding_is_refused(
-    config_with: Callable[..., Config], tmp_path: Path
-) -> None:
-    name = model(tmp_path / "m", vocab_size=200)
-    line = refusal(config_with(users("1"), name))
-    assert "1 of 1 prompts have tokens that are not among the 200 of the model: row 1 (" in line
-    assert "resize the embeddings to the tokenizer (resize_token_embeddings)" in line
 
 
 @pytest.mark.parametrize("token", [468, -1, 1 << 40])
