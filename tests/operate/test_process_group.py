@@ -35,6 +35,9 @@ def on(number, text, code=None):
     signal.signal(number, handle)
 def wait(name): open(name).read()  # until another child opens and closes this pipe
 def notify(name): open(name, "w").close()
+def fail_first(times, code):
+    starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)
+    if len(starts.read()) <= times: sys.exit(code)
 def stay():
     while True: time.sleep(0.05)  # short sleeps: a signal may arrive just before one
 """
@@ -182,11 +185,7 @@ def test_worker_whose_log_cannot_be_opened_prints_to_the_terminal(
 def test_delay_doubles_up_to_a_limit_until_a_long_run(
     policy: RestartPolicy, num_crashes: int, delays: list[float]
 ) -> None:
-    crashes = (
-        "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)\n"
-        f"sys.exit(len(starts.read()) <= {num_crashes})"
-    )
-    rows = supervised(crashes, code=int(num_crashes == 5), policy=policy)
+    rows = supervised(f"fail_first({num_crashes}, 1)", code=int(num_crashes == 5), policy=policy)
     assert [row["delay"] for row in rows] == delays
 
 
@@ -243,11 +242,7 @@ def test_last_generator_is_started_again_after_the_first_step(
     num_failures: int, restarts: list[float],
 ) -> None:  # fmt: skip
     policy = replace(SHORT, retry_seconds=0.05)
-    fails = (
-        "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)\n"
-        f"if len(starts.read()) <= {num_failures}: sys.exit({code})\n"
-        "notify('go'); stay()"
-    )
+    fails = f"fail_first({num_failures}, {code}); notify('go'); stay()"
     logs = (None, tmp_path / "generator-0.log")
     rows = supervised("wait('go')", fails, logs=logs, has_trained=lambda: True, policy=policy)
     children.until_all_have_ended()
@@ -258,11 +253,7 @@ def test_last_generator_is_started_again_after_the_first_step(
 
 def test_failure_after_a_long_run_is_reported_again(children: Children) -> None:
     policy = replace(SHORT, retry_seconds=0.05, calm_seconds=0.0)  # each run is long
-    fails = (
-        "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0)\n"
-        "if len(starts.read()) <= 2: sys.exit(2)\n"
-        "notify('go'); stay()"
-    )
+    fails = "fail_first(2, 2); notify('go'); stay()"
     rows = supervised("wait('go')", fails, has_trained=lambda: True, policy=policy)
     children.until_all_have_ended()
     assert [row["event"] for row in rows] == ["failed", "restart"] * 2
@@ -276,9 +267,7 @@ def test_group_continues_while_a_generator_runs_that_failed_before() -> None:
             ended.append(True)
             Path("go").write_text("")  # the trainer ends
 
-    fails_once = (
-        "if not os.path.exists('mark'): open('mark', 'w'); sys.exit(2)\nnotify('gone'); stay()"
-    )
+    fails_once = "fail_first(1, 2); notify('gone'); stay()"
     policy = replace(SHORT, retry_seconds=0.05)
     rows = supervised(
         "wait('go')", fails_once, "wait('gone'); sys.exit(2)", on_tick=on_tick, policy=policy
@@ -429,7 +418,7 @@ def test_ctrl_z_has_no_effect_if_nothing_could_continue_the_group(children: Chil
 
 def test_restart_notice_waits_for_the_trainers_table(children: Children) -> None:
     draws = "print('table begins'); wait('go'); print('table ends')"
-    crashes_once = "if not os.path.exists('mark'): open('mark', 'w'); sys.exit(1)\nnotify('go')"
+    crashes_once = "fail_first(1, 1); notify('go')"
     terminal, stdout = os.openpty()
     with supervisor(draws, crashes_once, stdout=stdout) as process:
         assert process.wait() == 0
@@ -447,9 +436,7 @@ def test_full_disk_for_output_and_events_ends_no_supervisor(
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # data may stay in a buffer until the end
     Path("events.jsonl").symlink_to("/dev/full")
-    crashes_once = (
-        "send('started')\nif not os.path.exists('mark'): open('mark', 'w'); sys.exit(9)\nwait('go')"
-    )
+    crashes_once = "send('started'); fail_first(1, 9); wait('go')"
     with (
         open("/dev/full", "wb") as full,
         supervisor(crashes_once, "notify('go')", stdout=full, stderr=full) as process,

@@ -148,8 +148,8 @@ def state(run: RunFiles, *, now: float) -> Json:
 def generators_of(run: RunFiles, status: str) -> list[Json]:
     """All generators that ever reported or joined, sorted by name.
 
-    `state` is "up" with metrics in the newest step, "new" if it joined later, else "gone"; while
-    the trainer is not running, "unknown" replaces "up" and "new".
+    `state` is "up" with metrics in the newest step or if it joined later, else "gone"; while the
+    trainer is not running, "unknown" replaces "up".
     """
     reported = {key.split("/")[1] for key in run.table.columns if key.startswith("gen/")}
     up, left = membership(run.events)
@@ -163,10 +163,8 @@ def generators_of(run: RunFiles, status: str) -> list[Json]:
         is_new = up.get(name, -math.inf) > number(run.last, "time", -math.inf)
         if name in left or not (has_metrics or is_new):
             generator_state = "gone"
-        elif status in NOT_RUNNING:
-            generator_state = "unknown"
         else:
-            generator_state = "up" if has_metrics else "new"
+            generator_state = "unknown" if status in NOT_RUNNING else "up"
         generators.append(
             {
                 "name": printable(name),
