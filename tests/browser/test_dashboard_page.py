@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import operator
 import shutil
 import subprocess
@@ -116,32 +115,6 @@ def test_empty_run_explains_what_it_waits_for(
     assert "NaN" not in seen.page.locator("body").inner_text()
     append(folder / "metrics.jsonl", row(1))
     seen.wait_for("step", "1")
-
-
-def test_generators_of_a_crashed_run_are_unknown(
-    tmp_path: Path, serve: Callable, tab: Callable
-) -> None:
-    folder = make_run(tmp_path / "hand", num_steps=30, quiet=600.0)
-    (folder / "lock").touch()
-    file = write_report([folder], tmp_path / "report.html")
-    for url in (serve(folder).url, file.as_uri()):
-        seen = tab(url)
-        seen.wait_for("status", "crashed")
-        assert seen.text("generator-ann").split("\t")[:2] == ["ann", "unknown"]
-        assert seen.text("card-generators") == "-"
-        assert seen.text("note-generators") == "unknown, 2 seen"
-
-
-def test_non_finite_number_is_a_dash_and_a_gap(
-    tmp_path: Path, serve: Callable, tab: Callable
-) -> None:
-    folder = make_run(tmp_path / "hand", num_steps=5)
-    append(folder / "metrics.jsonl", row(6, reward=math.nan, loss=math.inf, entropy=-math.inf))
-    seen = tab(serve(folder).url)
-    seen.wait_for("card-reward", "-")
-    body = seen.page.locator("body").inner_text()
-    assert "NaN" not in body and "Infinity" not in body and "null" not in body
-    assert seen.chart("loss", "data-points") == "6"
 
 
 def test_ten_thousand_steps_are_drawn_soon(tmp_path: Path, serve: Callable, tab: Callable) -> None:
