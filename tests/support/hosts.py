@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tomli_w
 
 from peralta_zmq.config import Config
 from peralta_zmq.config.hosts import Host, Hosts
@@ -64,14 +65,8 @@ def make_machine(folder: Path) -> Path:
 
 def hosts_file(path: Path, *hosts: dict[str, object]) -> Path:
     """Write a hosts file with these [[host]] tables."""
-    rows = ["\n".join(["[[host]]", *(f"{key} = {_toml(value)}" for key, value in host.items())])
-            for host in hosts]  # fmt: skip
-    path.write_text("\n\n".join(rows) + "\n")
+    path.write_text(tomli_w.dumps({"host": hosts}))
     return path
-
-
-def _toml(value: object) -> str:
-    return str(value) if isinstance(value, int) else f'"{value}"'
 
 
 def lan(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
