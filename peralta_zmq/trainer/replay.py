@@ -292,11 +292,14 @@ def published_ids(run: Path, config: Config) -> tuple[dict[int, str], list[str]]
     if run_id is None:
         return {}, [f"no version is compared: {RUN_FILE} in {store.address} cannot be read"]
     numbers = _numbers_in(store)
+    oldest = min(numbers, default=0)  # readable versions have no parents before it
     with progress_on_stderr("reading published weights", len(numbers)) as progress:
         for count, index in enumerate(numbers, start=1):
             version = store.find(index)
             if version is None:
                 problems[index] = f"version {index} is not compared: no valid {MANIFEST}"
+            elif version.kind == "delta" and version.parent < oldest:
+                oldest = index + 1  # this one lost its parents when they became obsolete
             elif version.run_id == run_id and not any(
                 # The lineage is the number of roll-backs before the version.
                 target < version.step

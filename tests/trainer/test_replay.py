@@ -119,6 +119,23 @@ def test_replay_trains_rewards_of_turns_again(
         replay.main([str(continued.folder), *changed])
 
 
+def test_replay_leaves_out_old_deltas_whose_parents_were_removed(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = ("--weights.keep-last=10", "--train.learning-rate=0.00001")  # small deltas
+    continued.train(*kept, max_steps=4, until=4)
+    weights = continued.folder / "weights"
+    assert sorted(file.parent.name[-1] for file in weights.glob("*/delta.bin")) == [*"123"]
+    shutil.rmtree(weights / "step_00000000")
+    shutil.rmtree(weights / "step_00000001")
+    capsys.readouterr()
+    assert replay.main([str(continued.folder)]) == 0
+    out, err = capsys.readouterr()
+    compared = [line.endswith("  as published") for line in out.splitlines()]
+    assert compared == [False, False, False, True]
+    assert "not compared" not in err
+
+
 @pytest.mark.timeout(180)
 def test_replay_names_damaged_versions_and_compares_the_rest(
     continued: Continued, capsys: pytest.CaptureFixture[str]
