@@ -268,7 +268,10 @@ def load_tokenizer(
         suppress(OSError),
     ):
         read_config_file(folder / "config.json")
-    with model_loading_errors(f"model folder {folder} has no usable tokenizer"):
+    message = f"model folder {folder} has no usable tokenizer"
+    if _has(folder, "tokenizer.model") and not _has(folder, "tokenizer.json"):
+        message += " (SentencePiece files need the packages sentencepiece and protobuf)"
+    with model_loading_errors(message):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if needs_template and not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer in {folder} has no chat template; use a chat model")

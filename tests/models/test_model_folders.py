@@ -342,6 +342,13 @@ def test_load_tokenizer_rejects_folder_without_tokenizer(tmp_path: Path) -> None
         models.load_tokenizer(written(tmp_path))
 
 
+def test_load_tokenizer_names_the_packages_for_sentencepiece(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    (folder / "tokenizer.model").write_bytes(b"not a tokenizer")
+    with pytest.raises(ConfigError, match="sentencepiece and protobuf"):
+        models.load_tokenizer(folder)
+
+
 def test_load_tokenizer_rejects_missing_chat_template(tmp_path: Path) -> None:
     for file in models.EMBEDDED.glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
