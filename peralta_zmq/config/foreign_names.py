@@ -37,6 +37,39 @@ RIGHT_NAMES = _by_foreign_name(NAMES["settings"])
 # Setting of another program that no setting of this one replaces -> what to do.
 EXPLANATIONS = _by_foreign_name(NAMES["explanations"])
 REMOVED: Mapping[str, str] = NAMES["removed"]
+# Former setting -> the setting that has taken it in. Older scripts still work.
+MERGED = {
+    "train.num_workers": "run.num_workers",
+    "generator.num_workers": "run.num_workers",
+    "task.reward_functions": "task.reward",
+    "dashboard.enabled": "dashboard.port",
+}
+
+
+def with_present_names(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return settings by section in which those of MERGED have their present names."""
+    present: dict[str, object] = {
+        section: {**content} if isinstance(content, Mapping) else content
+        for section, content in settings.items()
+    }
+    if present.get("no_dashboard") == {"enabled": True}:  # --no-dashboard.enabled
+        del present["no_dashboard"]
+        present.setdefault("dashboard", {"enabled": False})
+    for former, name in MERGED.items():
+        section, _, leaf = former.partition(".")
+        owner, _, target = name.partition(".")
+        content = present.get(section)
+        replaced = present.setdefault(owner, {})
+        if not isinstance(content, dict) or leaf not in content or not isinstance(replaced, dict):
+            continue
+        value = content.pop(leaf)
+        if former == "dashboard.enabled":
+            if value in (True, "true", "True", "1"):
+                continue
+            value = None
+        replaced.setdefault(target, value)
+    return present
+
 
 
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:

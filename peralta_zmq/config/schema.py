@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -16,6 +17,7 @@ from peralta_zmq.addresses import host_and_port, is_loopback
 from peralta_zmq.config import objective_sections as objective
 from peralta_zmq.config import sections
 from peralta_zmq.config import training_sections as training
+from peralta_zmq.config.foreign_names import with_present_names
 from peralta_zmq.config.sections import Section
 from peralta_zmq.errors import ConfigError, program_name
 
@@ -128,6 +130,11 @@ class Config(Section):
         ratios = self.curriculum.env_ratios or [1.0] * len(sizes)
         weighted = math.fsum(size * ratio for size, ratio in zip(sizes, ratios, strict=True))
         return max(1, round(self.train.batch_size * math.fsum(ratios) / weighted))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, settings: Any) -> Any:
+        return with_present_names(settings) if isinstance(settings, dict) else settings
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Config:

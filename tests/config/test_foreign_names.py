@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from config_files import refusal, toml_refusal
 
+from peralta_zmq.config import load_config
 from peralta_zmq.config.foreign_names import EXPLANATIONS, NAMES, REMOVED, RIGHT_NAMES
 from peralta_zmq.config.schema import known_fields
 
@@ -85,3 +86,18 @@ def test_foreign_names_lead_to_existing_settings() -> None:
 def test_foreign_names_are_unique() -> None:
     assert len(RIGHT_NAMES) == sum(len(names.split()) for names in NAMES["settings"].values())
     assert not RIGHT_NAMES.keys() & EXPLANATIONS.keys()
+
+
+@pytest.mark.parametrize(("options", "name", "value"), [
+    (["--train.num-workers", "2", "--generator.num-workers", "2"], "run.num_workers", 2),
+    (["--task.reward-functions", "regex"], "task.reward", ("regex",)),
+    (["--no-dashboard.enabled"], "dashboard.port", None),
+    (["--dashboard.enabled"], "dashboard.port", 8470),
+    (["--dashboard.enabled", "--dashboard.port", "80"], "dashboard.port", 80),
+])  # fmt: skip
+def test_merged_setting_is_read_by_its_former_name(
+    options: list[str], name: str, value: object
+) -> None:
+    section, _, leaf = name.partition(".")
+    config = load_config("trainer", options)
+    assert getattr(getattr(config, section), leaf) == value
