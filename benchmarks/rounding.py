@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -82,16 +83,22 @@ def run_once(
                    "--run.dir", folder, "--run.name", "run", "--run.seed", str(seed),
                    "--train.learning-rate", rate, "--train.max-steps", "60",
                    "--wire.port", str(free_ports()), "--no-eval.eval-base-model",
-                   "--dashboard.port=None", "--early-stop.max-reward", "0.899",
-                   *settings]  # fmt: skip
+                   "--dashboard.port=None", *settings]  # fmt: skip
+        metrics = Path(folder) / "run/metrics.jsonl"
         with open(Path(folder) / "log", "wb") as log:
             worker = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-            try:
-                worker.wait(seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(worker.pid, signal.SIGTERM)
-                worker.wait()
-        return figures(read_rows(Path(folder) / "run/metrics.jsonl"))
+            deadline = time.monotonic() + seconds
+            while worker.poll() is None:
+                if is_reached(read_rows(metrics)) or time.monotonic() > deadline:
+                    os.killpg(worker.pid, signal.SIGTERM)
+                    break
+                time.sleep(0.5)
+            worker.wait()
+        return figures(read_rows(metrics))
+
+
+def is_reached(rows: Sequence[Row]) -> bool:
+    return any(number(row, "reward") >= REWARDS[-1] for row in rows)
 
 
 def run_trl(dtype: str, rate: str, seed: int, seconds: float) -> dict[str, Any]:
