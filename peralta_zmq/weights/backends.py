@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import http.client
 import os
@@ -23,8 +22,6 @@ from peralta_zmq.errors import StoreError, import_extra
 from peralta_zmq.weights.locks import FolderLocks
 
 PROBE_PREFIX = "doctor-"  # beginning of a probe file's name
-# Errors of a rename that no retry helps against; others are those of a disk or NAS that is failing.
-CANNOT_RENAME = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EPERM}
 
 
 class StorageBackend(Protocol):
@@ -107,20 +104,13 @@ class LocalBackend:
         atomic_files.remove_folder(self.folder / name)
 
     def prepare(self) -> None:
-        """Create the folder. Raises StoreError if it cannot rename folders, OSError."""
+        """Create the folder, and rename one in it, as a version is renamed. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         probe = self.folder / f".tmp-probe-{atomic_files.PROCESS_TAG}"
         renamed = self.folder / f".trash-probe-{atomic_files.PROCESS_TAG}"
         probe.mkdir(exist_ok=True)
         try:
             probe.rename(renamed)
-        except OSError as error:
-            if error.errno not in CANNOT_RENAME:
-                raise
-            raise StoreError(
-                f"weights folder {self.folder} is on a file system that cannot rename folders "
-                f"({error.strerror}); choose another with --weights.dir"
-            ) from None
         finally:
             for folder in (probe, renamed):
                 with contextlib.suppress(OSError):

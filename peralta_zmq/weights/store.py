@@ -121,9 +121,7 @@ class WeightStore:
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
-        self.min_number = (
-            0  # lower bound of the next number: above published versions that are gone
-        )
+        self.min_number = 0  # of the next version: above published versions that are gone
         self._mismatches: Counter[str] = Counter()  # failed verifications, by weights_id
         self._invalid: set[int] = set()  # listed numbers without a valid version of this run
         self.max_rechecks = 100  # invalid versions that each call of `newest` checks again
@@ -322,8 +320,6 @@ class WeightStore:
         Raises StoreError if the version was removed, cannot be read or is corrupt; ChainError if it
         does not have this file.
         """
-        if version.run_id != self.run_id:
-            raise StoreError(f"version {version.number} belongs to another run")
         path = f"{folder_name(version.number)}/{name}"
         try:
             stream = _read_resuming(self.backend, path)

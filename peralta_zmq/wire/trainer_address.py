@@ -76,15 +76,14 @@ class AddressFile:
 
 
 def read_address(folder: Path) -> tuple[str, str] | None:
-    """The newest address in `folder` and the id of its run, if there is one that can be read."""
-    try:
+    """The newest address in `folder` and the id of its run, if there is one. Raises OSError."""
+    with suppress(FileNotFoundError, ValueError):  # ValueError: no files, or not ASCII
         files = _numbered_files(folder)
         newest = files[max(files)]
         text = next(read_chunks(newest.parent, newest.name), b"")[:512].decode("ascii")
-    except (OSError, ValueError):  # ValueError: no files, or not ASCII
-        return None
-    match = CONTENT.fullmatch(text)
-    return (match[1], match[2]) if match else None
+        if match := CONTENT.fullmatch(text):
+            return match[1], match[2]
+    return None
 
 
 def find_trainer(
@@ -102,17 +101,21 @@ def find_trainer(
     if folder is None:
         return TrainerAddress(address)
     started = reported = time.monotonic()
-    while (newest := read_address(folder)) is None:
+    while True:
+        reason = "is the folder shared with the trainer's machine?"
+        try:
+            if newest := read_address(folder):
+                return TrainerAddress(*newest, folder)
+        except OSError as error:
+            reason = f"it cannot be read: {failure_text(error, folder)}"
         now = time.monotonic()
         if now - reported > report_seconds:
             reported = now
-            remedy = "is the folder shared with the trainer's machine?"
             report(
                 f"waiting for a trainer to write its address to {folder} ({now - started:.0f} s); "
-                f"{_why_unreadable(folder) or remedy}"
+                f"{reason}"
             )
         time.sleep(poll_seconds)
-    return TrainerAddress(*newest, folder)
 
 
 class TrainerAddress:
@@ -150,7 +153,9 @@ class TrainerAddress:
         if now - self._polled_at < self._poll_seconds:
             return
         self._polled_at = now
-        newest = read_address(self._folder)
+        newest = None
+        with suppress(OSError):  # unreadable for now
+            newest = read_address(self._folder)
         if newest is None or newest == (self.current, self._run_id):
             return
         address, self._run_id = newest
@@ -179,15 +184,3 @@ def _is_free(host: str, port: int) -> bool:
 def _numbered_files(folder: Path) -> dict[int, Path]:
     matches = map(FILE_NAME.fullmatch, (path.name for path in folder.iterdir()))
     return {int(match[1]): folder / match[0] for match in matches if match}
-
-
-def _why_unreadable(folder: Path) -> str:
-    """Why the address files cannot be read; empty if they can, or if there are none."""
-    try:
-        for file in _numbered_files(folder).values():
-            next(read_chunks(file), b"")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        return f"it cannot be read: {failure_text(error, folder)}"
-    return ""

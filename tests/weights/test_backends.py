@@ -27,7 +27,8 @@ def test_file_system_that_cannot_rename_folders_is_refused(
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "rename", fails)
-    with pytest.raises(StoreError, match=r"cannot rename folders.*--weights\.dir") as caught:
+    reason = r"cannot be written \(Operation not supported; its file system .*--weights\.dir"
+    with pytest.raises(StoreError, match=reason) as caught:
         WeightStore.open(tmp_path / "weights").claim("run")
     assert "\n" not in str(caught.value)
 
