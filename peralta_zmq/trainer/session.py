@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -371,7 +371,6 @@ def open_sockets(
     stack: ExitStack,
     run_id: str,
     limits: wire.GroupLimits,
-    worker_info: Mapping[str, str],
     train_set_digest: bytes,
     authenticator: wire.Authenticator,
 ) -> tuple[wire.RolloutReceiver, wire.GeneratorStatusReceiver, ProgressAnnouncer, wire.AddressFile]:
@@ -391,7 +390,7 @@ def open_sockets(
         wire.next_port(address, 2), run_id=run_id, authenticator=authenticator
     )
     stack.enter_context(closing(statuses))
-    info = wire.ProbeReply(config.run.name, run_id=run_id, worker_info=dict(worker_info))
+    info = wire.ProbeReply(config.run.name, run_id=run_id)
     create = None
     if "://" not in config.weights_address:  # a folder, not a bucket
         create = stack.enter_context(closing(ProbeFile(config.weights_folder))).create

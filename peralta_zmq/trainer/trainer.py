@@ -92,11 +92,10 @@ class Trainer:
         end_ids = models.folder_end_ids(self.policy.base_folder, reader.tokenizer)
         self._special_ids = models.special_ids(reader.tokenizer) - {*end_ids}
         self._forked = fork.fork_if_new(config, self.policy, stop)
-        worker_info = self.policy.worker_info
         limits = policy.group_limits(config, self.policy.model)
         authenticator = session.open_authenticator(config, stack, stop, is_new=identity.is_new)
         receiver, status_receiver, announcer, address_file = session.open_sockets(
-            config, stack, run_id, limits, worker_info, train.digest, authenticator
+            config, stack, run_id, limits, train.digest, authenticator
         )
         store = policy.open_store(config)
         identity = replace(identity, tokenizer=self.policy.manifest_fields["tokenizer"])
@@ -108,7 +107,7 @@ class Trainer:
         self._data = train, held_out
         self.session = session.Session(config, run_id, run_log, announcer, address_file, stop)
         self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)
-        self.generators = GeneratorRegistry(status_receiver, run_log, worker_info)
+        self.generators = GeneratorRegistry(status_receiver, run_log, self.policy.worker_info)
         self.evaluations = evaluation.EvaluationCoordinator(
             self.session, held_out, self.policy, self.generators
         )

@@ -75,7 +75,11 @@ def _check(status: GeneratorStatus) -> None:
             raise ValueError(f"{name} {value} is negative or too large")
     if len(status.store_error) > MAX_REASON or not status.store_error.isprintable():
         raise ValueError(f"store_error {status.store_error!a:.40} is not printable, or too long")
-    message_fields.check_worker_info(status.worker_info)
+    if len(status.worker_info) > 16:
+        raise ValueError("worker_info of more than 16 entries")
+    for text in (*status.worker_info.keys(), *status.worker_info.values()):
+        if len(text) > 128 or not (text.isascii() and text.isprintable()):
+            raise ValueError(f"worker_info has {text!a:.40}: long, or not printable ASCII")
 
 
 class GeneratorStatusSender:

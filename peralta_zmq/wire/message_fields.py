@@ -3,7 +3,7 @@
 A message is one frame (bytes): a msgpack map of field name -> value. The last field, `crc32`, is a
 checksum of all bytes before its value. The sender of a frame may be hostile, so every length is
 limited before memory is allocated. Most checks raise ValueError; the decoder of the message then
-raises WireError. A worker_info is a small map of texts that describes a process.
+raises WireError.
 """
 
 from __future__ import annotations
@@ -178,13 +178,3 @@ def check_owner(name: str, owner: str | None) -> None:
     """Raise WireError if the name in a message is not that of the CURVE key; None = no keys."""
     if owner is not None and name != owner:
         raise WireError(f"the key of {owner} was used under the name {name[:40]!a}")
-
-
-def check_worker_info(worker_info: dict[str, str]) -> None:
-    if len(worker_info) > 16:
-        raise ValueError("worker_info of more than 16 entries")
-    for text in (*worker_info.keys(), *worker_info.values()):
-        if len(text) > 128:
-            raise ValueError("worker_info with an entry of more than 128 characters")
-        if not (text.isascii() and text.isprintable()):
-            raise ValueError(f"worker_info with {text!a:.40}, which is not printable ASCII")

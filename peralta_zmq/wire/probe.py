@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast, get_args
 
 import msgpack
@@ -21,12 +21,7 @@ import zmq
 from peralta_zmq.errors import WireError
 from peralta_zmq.wire.auth import Authenticator, GeneratorKeys
 from peralta_zmq.wire.connection import ClientConnection, ConnectionTiming
-from peralta_zmq.wire.message_fields import (
-    check_worker_info,
-    decode_fields,
-    encode_fields,
-    unpack,
-)
+from peralta_zmq.wire.message_fields import decode_fields, encode_fields, unpack
 from peralta_zmq.wire.rollout_sockets import open_server, open_socket, ready
 
 POLL_SECONDS = 0.2  # interval of checks for `close`, a refused connection and the deadline
@@ -45,8 +40,6 @@ class ProbeReply:
     role: str = "trainer"  # program that answers: "trainer" or "doctor"
     run_id: str = ""  # empty if bin/doctor answers
     time: float = 0.0  # unix seconds of the reply, by the server's clock
-    worker_info: dict[str, str] = field(default_factory=dict[str, str])
-    """Constants of the server's process: versions of libraries, device, dtype."""
     created_file: str = ""  # name of the file that "create_file" has made
     error: str = ""  # why "create_file" made no file; empty after a success
 
@@ -65,7 +58,6 @@ def decode_probe_request(frame: bytes) -> ProbeRequest:
 def decode_probe_reply(frame: bytes) -> ProbeReply:
 
     def check(reply: ProbeReply) -> None:
-        check_worker_info(reply.worker_info)
         if not math.isfinite(reply.time):
             raise ValueError("time is not finite")
 

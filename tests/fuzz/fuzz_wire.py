@@ -66,9 +66,7 @@ def main() -> None:
     (corpus / "announcement").write_bytes(message_fields.encode_fields(announcement))
     status = wire.GeneratorStatus("run", "ann", bytes(8), worker_info={"python": "3.11"})
     (corpus / "status").write_bytes(message_fields.encode_fields(status))
-    reply = wire.ProbeReply(
-        "run", run_id="run-00", worker_info={"python": "3.11"}, created_file="file"
-    )
+    reply = wire.ProbeReply("run", run_id="run-00", created_file="file")
     (corpus / "reply").write_bytes(message_fields.encode_fields(reply))
     (corpus / "request").write_bytes(probe.encode_probe_request("discard", bytes(9)))
     manifest = b'{"step": 1, "files": [{"name": "model", "bytes": 3, "sha256": "00"}]}'

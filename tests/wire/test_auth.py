@@ -411,7 +411,7 @@ def open_receiver(kind: str, authenticator: wire.Authenticator) -> Any:
         return wire.AnnouncementPublisher(
             ANYWHERE, authenticator=authenticator, announce_seconds=0.05
         )
-    reply = wire.ProbeReply("demo", run_id=RUN, worker_info={})
+    reply = wire.ProbeReply("demo", run_id=RUN)
     return wire.ProbeServer(ANYWHERE, reply, authenticator=authenticator)
 
 
