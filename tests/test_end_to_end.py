@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_network import Proxy
+from bad_network import Slow
 from real_programs import REPO, RealRun, missing_keys, ran, until
 
 from peralta_zmq import models
@@ -27,7 +27,7 @@ from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import read_records
 from peralta_zmq.trainer.trainer import Trainer
 from tools.base_model import new_model
-from tools.link_proxy import free_ports
+from tools.link_proxy import LinkProxy, free_ports
 
 SMALL = ("--sampling.num-generations", "4", "--train.batch-size", "16", "--eval.num-examples", "4",
          "--checkpoint.interval", "2", "--engine.slots", "8",
@@ -184,9 +184,10 @@ def test_generator_behind_a_slow_link_keeps_the_staleness_bound(
         "trainer", "--train.max-steps", "8", "--weights.serve-port", str(port),
         "--train.max-off-policy-steps", "8",
     )  # fmt: skip
-    with Proxy(f"tcp://127.0.0.1:{port}", delay=0.002, bits_per_s=20e6) as link:
-        address = link.address.replace("tcp:", "http:")
-        other_run = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", address)
+    with LinkProxy(port, num_ports=1) as link:
+        link.damage = Slow(bits_per_s=20e6, delay=0.06)
+        weights = f"http://127.0.0.1:{link.port}"
+        other_run = ("--run.dir", str(tmp_path / "elsewhere"), "--weights.dir", weights)
         generator = run.start("generator", *other_run)
         assert trainer.wait() == 0, trainer.printed
         assert generator.wait() == 0, generator.printed

@@ -6,7 +6,7 @@ import contextlib
 import random
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 CHUNK = 1 << 14  # bytes per read
 NUM_PORTS = 4  # a trainer listens on them
@@ -17,36 +17,50 @@ KERNEL_BUFFER = 16 << 10  # bytes; larger ones are faster, but hide the sender's
 
 
 class LinkProxy:
-    """Forwards four local ports, from `port` on, to the four ports from `target` on.
+    """Forwards local ports, from `port` on, to as many ports from `target` on.
 
     While the link is cut no byte passes and no connection is closed, as with a cable pulled out;
     bytes already received are forwarded after `restore`. New connections go to the current value of
-    `target`. Use with `with`.
+    `target`. `damage` gets all bytes and returns those to forward; it may wait, and closes a
+    connection by an OSError. Use with `with`.
     """
 
-    def __init__(self, target: int, *, kernel_buffer: int = KERNEL_BUFFER) -> None:
+    def __init__(
+        self, target: int, *, num_ports: int = NUM_PORTS, kernel_buffer: int = KERNEL_BUFFER
+    ) -> None:
         self.target, self._kernel_buffer = target, kernel_buffer
-        self._is_up = threading.Event()
-        self._is_up.set()
+        self.damage: Callable[[bytes], bytes] = lambda chunk: chunk
+        self.num_connections = 0
+        self._to_target = threading.Event()  # set: bytes pass
+        self._from_target = threading.Event()
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._flips: dict[int, int] = {}  # by port, from 0: number of bits before the flipped one
-        self._listening = listening_ports()
+        self._listening = listening_ports(num_ports)
         self._threads = [
             threading.Thread(target=self._accept, args=(listening, port), daemon=True)
             for port, listening in enumerate(self._listening)
         ]
+        self.restore()
 
     @property
     def port(self) -> int:
         """The port to which a generator connects instead of the trainer's."""
         return int(self._listening[0].getsockname()[1])
 
-    def cut(self) -> None:
-        self._is_up.clear()
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def cut(self, *, half_open: bool = False) -> None:
+        """Hold all bytes back; `half_open`: only those to the target."""
+        self._to_target.clear()
+        if not half_open:
+            self._from_target.clear()
 
     def restore(self) -> None:
-        self._is_up.set()
+        self._to_target.set()
+        self._from_target.set()
 
     def reset(self) -> None:
         """Close every connection; new ones are accepted at once, as by a restarted router."""
@@ -92,16 +106,17 @@ class LinkProxy:
     def _connect(self, client: socket.socket, port: int) -> None:
         """Forward both directions of one connection until either end closes it."""
         with client:
-            self._is_up.wait()
+            self._to_target.wait()
             try:
                 server = socket.create_connection(("127.0.0.1", self.target + port))
             except OSError:
                 return  # no program listens there: the client's connection is closed
+            self.num_connections += 1
             with server, self._registered(client, server):
-                arguments = server, client, port
+                arguments = server, client, port, self._from_target
                 back = threading.Thread(target=self._forward, args=arguments, daemon=True)
                 back.start()
-                self._forward(client, server, port)
+                self._forward(client, server, port, self._to_target)
                 back.join()
 
     @contextlib.contextmanager
@@ -116,12 +131,14 @@ class LinkProxy:
             with self._lock:
                 self._connections.difference_update(sockets)
 
-    def _forward(self, source: socket.socket, sink: socket.socket, port: int) -> None:
+    def _forward(
+        self, source: socket.socket, sink: socket.socket, port: int, passes: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while chunk := source.recv(CHUNK):
-                self._is_up.wait()
-                sink.sendall(self._with_flip(chunk, port))
-        self._is_up.wait()  # a cut link does not pass the end of a connection either
+                passes.wait()
+                sink.sendall(self.damage(self._with_flip(chunk, port)))
+        passes.wait()  # a cut link does not pass the end of a connection either
         _shut(source)
         _shut(sink)
 
@@ -138,11 +155,11 @@ class LinkProxy:
         return chunk[: bit // 8] + bytes([flipped]) + chunk[bit // 8 + 1 :]
 
 
-def listening_ports() -> list[socket.socket]:
+def listening_ports(count: int = NUM_PORTS) -> list[socket.socket]:
     while True:
         first, opened = random.choice(PORTS), list[socket.socket]()
         try:
-            for port in range(first, first + NUM_PORTS):
+            for port in range(first, first + count):
                 opened.append(socket.create_server(("127.0.0.1", port)))
             return opened
         except OSError:

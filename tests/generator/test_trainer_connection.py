@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
-from bad_network import BitFlip, Proxy
+from bad_network import BitFlip, proxy_to
 from generators import FakeEngine, apply_until, generator_of, publish
 from sample_data import VOCAB_SIZE, group_of
 from sockets import ANYWHERE, DEADLINE, eventually, unused_address
@@ -58,7 +58,7 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
 ) -> None:
     """The trainer's libzmq waits for a megabyte that never comes, and announcements arrive."""
     trainer = Trainer(stack)
-    proxy = stack.enter_context(Proxy(trainer.receiver.address))
+    proxy = stack.enter_context(proxy_to(trainer.receiver.address))
     timing = wire.ConnectionTiming(silent_seconds=0.5)
     rollouts = wire.RolloutSender(proxy.address, timing=timing)
     stack.callback(rollouts.close, linger_seconds=0)
@@ -147,7 +147,7 @@ def test_announced_lack_of_statuses_opens_the_status_connection_again(
     store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
 ) -> None:
     receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
-    proxy = stack.enter_context(Proxy(receiver.address))
+    proxy = stack.enter_context(proxy_to(receiver.address))
     statuses = stack.enter_context(closing(wire.GeneratorStatusSender(proxy.address)))
     opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
     eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))
@@ -157,7 +157,7 @@ def test_announced_lack_of_statuses_opens_the_status_connection_again(
 
     silent = wire.Announcement(RUN, without_status={opened.outbox.sender: 11})
     sockets.announcements.latest = silent
-    proxy.damage = None
+    proxy.damage = bytes
     eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))
     assert statuses.connection.num_reconnects == 1
 

@@ -1,111 +1,47 @@
-"""A TCP proxy that simulates a bad network: delay, low bandwidth, loss, interruptions, damage."""
+"""A bad network between two programs: what a link proxy does with the bytes that it forwards."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-import select
-import socket
 import threading
-from collections.abc import Callable
-from types import TracebackType
+import time
 
-CHUNK = 1460  # bytes, as on Ethernet
+from tools.link_proxy import LinkProxy
 
 
-class Proxy:
-    """Forwards a random port to `address` on this machine in both directions.
+def proxy_to(address: str) -> LinkProxy:
+    """A proxy of one port of this machine, given as tcp://HOST:PORT."""
+    return LinkProxy(int(address.rpartition(":")[2]), num_ports=1)
 
-    While `cut` is set, no bytes are forwarded and connections stay open, as with an unplugged
-    cable; with `half_open` only those to `address` are held back. Each chunk waits `delay` seconds,
-    its share of `bits_per_s`, and with probability `loss` 0.2 s for a retransmission. A connection
-    breaks after `breaks_after` bytes in one direction. `damage`, if set, is called with each chunk,
-    of either direction, and returns the bytes to forward.
-    """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        delay: float = 0.0,
-        bits_per_s: float = 0.0,
-        loss: float = 0.0,
-        breaks_after: float = float("inf"),
-    ) -> None:
-        self.cut, self.half_open = threading.Event(), threading.Event()
-        self.num_connections = 0
-        self.damage: Callable[[bytes], bytes] | None = None
-        self._port = int(address.rpartition(":")[2])
-        self._delay, self._rate, self._loss = delay, bits_per_s, loss
-        self._breaks_after = breaks_after
+class Slow:
+    """Bytes at `bits_per_s`, `delay` seconds late after a pause, some 0.2 s late after a loss."""
+
+    def __init__(self, *, bits_per_s: float, delay: float = 0.0, loss: float = 0.0) -> None:
+        self._rate, self._delay, self._loss = bits_per_s, delay, loss
         self._random = random.Random(0)
-        self._ended = threading.Event()
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
-        self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
-        self._threads = [self._start(self._accept)]
+        self._passed_at = 0.0  # monotonic seconds of the newest bytes, of either direction
 
-    def __enter__(self) -> Proxy:
-        return self
+    def __call__(self, chunk: bytes) -> bytes:
+        is_after_pause = time.monotonic() > self._passed_at + self._delay
+        is_lost = self._random.random() < self._loss
+        time.sleep(len(chunk) * 8 / self._rate + self._delay * is_after_pause + 0.2 * is_lost)
+        self._passed_at = time.monotonic()
+        return chunk
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        for each in [self._listening, *self._open]:  # wakes threads blocked in them
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for each in [self._listening, *self._open]:
-            each.close()
 
-    def disconnect(self) -> None:
-        """Close all connections; new ones are accepted."""
-        for each in [*self._open]:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+class Break:
+    """Closes a connection whenever `num_bytes` more have passed."""
 
-    def _start(self, target: object, *arguments: object) -> threading.Thread:
-        thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore
-        thread.start()
-        return thread
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = self._num_left = num_bytes
 
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            try:
-                near, _ = self._listening.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
-            except OSError:
-                continue
-            self.num_connections += 1
-            for each in (near, far):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            self._open += [near, far]
-            self._threads.append(self._start(self._forward, near, far, True))
-            self._threads.append(self._start(self._forward, far, near, False))
-
-    def _forward(self, source: socket.socket, target: socket.socket, upward: bool) -> None:
-        readable = select.poll()  # a socket timeout would apply to both threads
-        readable.register(source, select.POLLIN)
-        num_bytes = 0
-        with contextlib.suppress(OSError):  # one end is closed
-            while num_bytes < self._breaks_after and not self._ended.is_set():
-                if self.cut.is_set() or (upward and self.half_open.is_set()):
-                    self._ended.wait(0.02)
-                elif readable.poll(50):  # ms
-                    if not (chunk := source.recv(CHUNK)):
-                        break
-                    num_bytes += len(chunk)
-                    self._ended.wait(self._pause(chunk))
-                    target.sendall(self.damage(chunk) if self.damage else chunk)
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def _pause(self, chunk: bytes) -> float:
-        lost = self._random.random() < self._loss
-        return self._delay + 0.2 * lost + (len(chunk) * 8 / self._rate if self._rate else 0)
+    def __call__(self, chunk: bytes) -> bytes:
+        self._num_left -= len(chunk)
+        if self._num_left <= 0:
+            self._num_left = self._num_bytes
+            raise ConnectionResetError
+        return chunk
 
 
 class BitFlip:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
-from bad_network import Proxy
+from bad_network import proxy_to
 from sample_data import RUN, group_of
 from sockets import ANYWHERE, DEADLINE, eventually, receiver_at, sender_to
 
@@ -171,7 +171,7 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
 ) -> None:
     scene = opened(stack, tmp_path, groups=4)
     bound = scene.collector.admission.max_off_policy_steps
-    proxy = stack.enter_context(Proxy(scene.address))
+    proxy = stack.enter_context(proxy_to(scene.address))
     late, near = sender_to(proxy.address, stack), sender_to(scene.address, stack)
 
     def collected(step: int, meanwhile: Callable[[], None] = lambda: None) -> set[tuple[str, int]]:
@@ -186,9 +186,9 @@ def test_groups_delayed_by_a_dead_link_are_stale_only_above_the_bound(
 
     send(late, "late", range(4), 0)
     assert collected(1) == {("late", number) for number in range(4)}
-    proxy.half_open.set()
+    proxy.cut(half_open=True)
     send(late, "late", range(4, 12), 0)
-    proxy.half_open.clear()
+    proxy.restore()
     assert collected(1 + bound) == {("late", number) for number in range(4, 8)}
 
     fresh = iter([range(4)])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_network import Proxy
+from bad_network import Break, Slow
 from sockets import eventually
 from weight_sets import COMPANIONS, publish, publish_chain, same, weights_at
 
@@ -24,6 +24,7 @@ from peralta_zmq.weights.replica import LocalReplica
 from peralta_zmq.weights.server import serve_weights
 from peralta_zmq.weights.store import WeightStore, folder_name
 from peralta_zmq.weights.subscriber import ReadSpeedCheck, WeightSubscriber
+from tools.link_proxy import LinkProxy
 
 TOKEN = "0123456789abcdef"
 
@@ -67,8 +68,9 @@ def test_broken_transfer_is_resumed(store: WeightStore, server: HttpServer, tmp_
     store.publish(0, weights, companions=COMPANIONS)
     (tmp_path / "copy").mkdir()
     replica = LocalReplica(tmp_path / "copy")
-    with Proxy(f"tcp://127.0.0.1:{server.port}", breaks_after=150_000) as link:
-        remote = WeightStore.open(link.address.replace("tcp:", "http:"), token=TOKEN)
+    with LinkProxy(server.port, num_ports=1) as link:
+        link.damage = Break(150_000)
+        remote = WeightStore.open(f"http://127.0.0.1:{link.port}", token=TOKEN)
         newest = remote.newest()
         assert newest is not None
         replica.advance(remote, newest)
@@ -229,8 +231,9 @@ def test_subscriber_on_a_slow_link_warns(
 ) -> None:
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(40_000, generator=random).bfloat16()}  # 80 kB: 0.6 s
-    with Proxy(f"tcp://127.0.0.1:{server.port}", bits_per_s=1e6) as link:
-        remote = WeightStore.open(link.address.replace("tcp:", "http:"), token=TOKEN)
+    with LinkProxy(server.port, num_ports=1) as link:
+        link.damage = Slow(bits_per_s=1e6)
+        remote = WeightStore.open(f"http://127.0.0.1:{link.port}", token=TOKEN)
         with closing(WeightSubscriber(remote, tmp_path / "copy", poll_seconds=0.05)) as subscriber:
             for step in itertools.count():
                 store.publish(step, weights, companions=COMPANIONS)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import zmq
-from bad_network import BitFlip, Proxy
+from bad_network import BitFlip, proxy_to
 from sample_data import INCARNATION, RUN
 from sockets import (
     ANYWHERE,
@@ -45,6 +45,7 @@ from peralta_zmq.wire.auth import (
     use_keys,
 )
 from peralta_zmq.wire.rollout_sockets import open_socket
+from tools.link_proxy import LinkProxy
 
 REPO = Path(__file__).parents[2]
 LIMIT = 10.0  # seconds until a refused client reports the reason, after its patience
@@ -101,10 +102,10 @@ class Scene:
         subscriber = wire.AnnouncementSubscriber(address, keys=keys or self.ann, timing=self.timing)
         return self._stack.enter_context(closing(subscriber))
 
-    def link(self) -> tuple[wire.AnnouncementPublisher, Proxy, wire.AnnouncementSubscriber]:
+    def link(self) -> tuple[wire.AnnouncementPublisher, LinkProxy, wire.AnnouncementSubscriber]:
         """A publisher and a subscriber that has received step 1 through a proxy."""
         publisher = self.publisher()
-        proxy = self._stack.enter_context(Proxy(publisher.address))
+        proxy = self._stack.enter_context(proxy_to(publisher.address))
         subscriber = self.subscriber(proxy.address)
         publisher.publish(wire.Announcement(RUN, step=1))
         eventually(lambda: subscriber.receive(timeout=0.1))
@@ -277,7 +278,7 @@ def test_accepted_generator_takes_a_refusal_for_a_fault_of_the_link(scene: Scene
     scene.timing = dataclasses.replace(TIMING, patience_seconds=0.0)
     publisher, proxy, accepted = scene.link()
     put_back, authenticator = scene.remove_key(), scene.authenticator
-    proxy.disconnect()
+    proxy.reset()
     tries = authenticator.refused + 2 * connection.PATIENCE_TRIES
     eventually(lambda: accepted.receive(timeout=0.05) and authenticator.refused > tries)
     new, more = scene.sender(), authenticator.refused + 2 * connection.PATIENCE_TRIES

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
-from bad_network import BitFlip, Proxy
+from bad_network import BitFlip, proxy_to
 from sample_data import INCARNATION, RUN
 from sockets import ANYWHERE, DEADLINE, GREETING, eventually, until, unused_address
 
@@ -39,7 +39,7 @@ def test_announcements_after_a_damaged_length_arrive_on_a_new_connection(
     timing = wire.ConnectionTiming(silent_seconds=1.5)  # announcements are a second apart
     publisher = open_publisher(stack)
     publisher.publish(wire.Announcement(RUN, step=3))
-    proxy = stack.enter_context(Proxy(publisher.address))
+    proxy = stack.enter_context(proxy_to(publisher.address))
     proxy.damage = flip = BitFlip(b"\xa6run_id", -6, bit=4)  # in the length before the frame
     subscriber = subscriber_to(proxy.address, stack, timing=timing)
     assert eventually(lambda: subscriber.receive(timeout=0.1)) == wire.Announcement(RUN, step=3)
@@ -55,7 +55,7 @@ class StatusLink:
     def __init__(self, stack: ExitStack) -> None:
         receiver = wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)
         self._receiver = stack.enter_context(closing(receiver))
-        self.proxy = stack.enter_context(Proxy(receiver.address))
+        self.proxy = stack.enter_context(proxy_to(receiver.address))
         sender = wire.GeneratorStatusSender(self.proxy.address, timing=self.TIMING)
         self.sender = stack.enter_context(closing(sender))
 
@@ -84,7 +84,7 @@ def test_subscription_damaged_after_a_refusal_is_requested_again(stack: ExitStac
     link = StatusLink(stack)
     eventually(link.is_received)
     link.proxy.damage = lambda chunk: chunk.replace(b"NULL", b"OULL")  # in the greeting
-    link.proxy.disconnect()
+    link.proxy.reset()
 
     def is_refused() -> bool:
         link.sender.check_due()
@@ -212,17 +212,17 @@ def test_silent_connection_is_opened_again_with_back_off(stack: ExitStack) -> No
 def test_subscriber_survives_a_cut_link_after_many_unread_announcements(stack: ExitStack) -> None:
     """With heartbeats libzmq aborted the process: `Assertion failed: _input_stopped`."""
     publisher = open_publisher(stack)
-    proxy = stack.enter_context(Proxy(publisher.address))
+    proxy = stack.enter_context(proxy_to(publisher.address))
     subscriber = subscriber_to(proxy.address, stack)
     publisher.publish(wire.Announcement(RUN))
     eventually(lambda: subscriber.receive(timeout=0.1))
     for step in range(400):  # far more than the queue of a socket holds
         publisher.publish(wire.Announcement(RUN, step=step))
         sleep(0.001)  # or the publisher would send the newest only
-    proxy.cut.set()
+    proxy.cut()
     for _ in until(14):  # longer than the timeout that the heartbeats had
         sleep(0.05)
     subscriber.receive()
-    proxy.cut.clear()
+    proxy.restore()
     publisher.publish(wire.Announcement(RUN, step=400))
     eventually(lambda: subscriber.receive(timeout=0.1) == wire.Announcement(RUN, step=400))
