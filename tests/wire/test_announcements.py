@@ -76,18 +76,6 @@ def test_subscriber_returns_the_newest_of_many(stack: ExitStack) -> None:
     eventually(lambda: subscriber.receive(timeout=0.1) == wire.Announcement(RUN, step=5))
 
 
-@pytest.mark.parametrize("has_subscriber", [False, True])
-def test_publisher_without_a_reader_never_blocks(stack: ExitStack, has_subscriber: bool) -> None:
-    publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
-    if has_subscriber:
-        subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(publisher.address)))
-        publish_until_received(publisher, subscriber, wire.Announcement(RUN))
-    started = monotonic()
-    for step in range(5000):
-        publisher.publish(wire.Announcement(RUN, step=step))
-    assert monotonic() - started < DEADLINE
-
-
 def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: ExitStack) -> None:
     publisher, _ = open_pair(stack)
     peer = stack.enter_context(open_socket(zmq.XPUB, hwm=1))
@@ -243,12 +231,6 @@ def test_complete_run_is_announced_often_enough_to_be_reported_at_once(stack: Ex
         seconds.append(monotonic() - started)
         publish_until_received(publisher, subscriber, wire.Announcement(RUN))
     assert min(seconds) < 0.8  # the repetition of other announcements would take a second
-
-
-def test_subscriber_bounds_its_queue_and_sends_no_heartbeats(stack: ExitStack) -> None:
-    _, subscriber = open_pair(stack)
-    options = (zmq.HEARTBEAT_IVL, zmq.RCVHWM, zmq.MAXMSGSIZE)
-    assert [subscriber.socket.getsockopt(option) for option in options] == [0, 100, 5 << 20]
 
 
 def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitStack) -> None:

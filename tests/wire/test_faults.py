@@ -39,7 +39,7 @@ from peralta_zmq import wire
 from peralta_zmq.errors import WireError
 from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import Ledger
-from peralta_zmq.wire import generator_status, message_fields
+from peralta_zmq.wire import generator_status
 from peralta_zmq.wire import rollout_sockets as wire_sockets
 from peralta_zmq.wire.auth import generator_keys, make_keys
 from tools.link_proxy import free_ports
@@ -262,22 +262,15 @@ def send_until_closed(opened: socket.socket, content: bytes) -> None:
             pass  # the greeting of the trainer, then the end
 
 
-def test_oversize_message_disconnects_its_client_only(stack: ExitStack) -> None:
-    receiver, sender = pair(stack)
-    oversize = frame_of(bytes(message_fields.MAX_MESSAGE + 1))
-    send_until_closed(connected(stack, receiver.address, "PUSH"), oversize[:1000])
-    for number in range(5):
-        assert sender.send(numbered(number), timeout=DEADLINE)
-        assert received(receiver).group_number == number
-    assert not receiver.refused
-
-
 def test_length_above_any_group_of_the_run_closes_its_connection(stack: ExitStack) -> None:
     limits = wire.GroupLimits(VOCAB_SIZE, max_rollouts=8, max_tokens=512, max_turns=64)
     assert limits.max_bytes < 128 << 10
     receiver = stack.enter_context(closing(receiver_at(limits=limits)))
+    sender = sender_to(receiver.address, stack)
     opened = connected(stack, receiver.address, "PUSH")
     send_until_closed(opened, frame_of(bytes(128 << 10))[:1000])
+    assert sender.send(numbered(7), timeout=DEADLINE)  # of another connection
+    assert received(receiver).group_number == 7 and not receiver.refused
 
 
 class AttackedPorts:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
-import re
-import resource
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +28,7 @@ from group_frames import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_data import group_of, rollout_with
+from sample_data import group_of, resident_bytes, rollout_with
 from sockets import GROUP
 
 from peralta_zmq import wire
@@ -250,31 +246,14 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(damaged)
 
 
-def peak_memory() -> int:
-    """Peak resident memory of this process in KiB."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
-    return int(peak)
-
-
-def reset_peak_memory() -> int:
-    """Reset the peak where the system can, and return it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory()
-
-
 def test_100_000_mutated_messages_raise_only_wire_error() -> None:
     rng, fields = random.Random(0), msgpack.unpackb(FRAME)
-    before = reset_peak_memory()
+    before = resident_bytes()
     for _ in range(80_000):
         only_wire_error(damaged_frame(fields, rng))
     for _ in range(20_000):
         only_wire_error(rng.randbytes(rng.randint(0, 60)))
-    growth = peak_memory() - before
-    assert growth * 1024 < 50e6
+    assert resident_bytes() - before < 50e6
 
 
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), ANY_VALUE, min_size=1))
