@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from child_processes import exit_code
-from weight_sets import loaded, publish, publish_and_subscribe, publish_chain, same, weights_at
+from weight_sets import loaded, publish, publish_and_subscribe, same, weights_at
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
@@ -30,12 +30,6 @@ SOURCES = [PACKAGE / "atomic_files.py", *sorted((PACKAGE / "weights").glob("*.py
 FAILPOINTS = sorted(
     {name for file in SOURCES for name in re.findall(r'failpoint\("(\S+)"\)', file.read_text())}
 )
-
-
-def test_publishing_and_loading_have_enough_failpoints() -> None:
-    loading = [name for name in FAILPOINTS if name.startswith("load.")]
-    assert len(loading) >= 5
-    assert len(FAILPOINTS) - len(loading) >= 12
 
 
 def run_child(root: Path, plan: str) -> tuple[bool, list[int]]:
@@ -178,16 +172,6 @@ def test_newest_opens_no_stray_folder(
     assert store.newest() == good
     assert opened == [good.number]
     assert cpu_seconds(WeightStore.open(store.folder).newest) < 0.2
-
-
-def test_versions_are_read_one_at_a_time(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published = publish_chain(store, 3)
-    opened = record_finds(store, monkeypatch)
-    versions = store.versions()
-    assert opened == [] and next(versions) == published[0] and opened == [0]
-    assert list(versions) == published[1:]
 
 
 @MANY

@@ -245,36 +245,6 @@ def test_requested_keyframe_survives_its_snapshot(
     assert report.version.kind == "keyframe"
 
 
-def test_keyframe_of_a_retry_survives_a_snapshot_that_is_being_copied(
-    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = open_publisher(keyframe_interval=100, first_delay=0.3)
-    published(publisher, 0)
-    copy, back_off, is_copied = publisher_module.copy_weights, publisher.back_off, threading.Event()
-
-    def copy_until_the_retry(*arguments: Any) -> Any:
-        deadline = time.monotonic() + 1.0
-        while not publisher.waiting and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return copy(*arguments)
-
-    def back_off_until_copied(*arguments: Any) -> None:
-        back_off(*arguments)
-        is_copied.wait(10)
-
-    monkeypatch.setattr(publisher, "back_off", back_off_until_copied)
-    with monkeypatch.context() as full:
-        full.setattr(os, "statvfs", no_space)
-        publisher.publish(1, masters(1), keyframe=True)
-        assert [report.version for report in reports_of(publisher)] == [None]
-    with monkeypatch.context() as slow:
-        slow.setattr(publisher_module, "copy_weights", copy_until_the_retry)
-        publisher.publish(2, masters(2))
-    is_copied.set()
-    version = reports_of(publisher)[-1].version
-    assert version is not None and (version.step, version.kind) == (2, "keyframe")
-
-
 def test_close_does_not_wait_for_an_unresponsive_mount(
     open_publisher: Opener, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
