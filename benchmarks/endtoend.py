@@ -5,8 +5,8 @@ run in turn, each alone on the machine, from the same base model: same data, 8 c
 problem, 128 rollouts per step, a learning rate falling from 2e-4 to 0 over 80 steps. A run ends
 when the mean reward of the last five steps is 0.9. Times count from the moment when everything is
 loaded; for ours, this is when the trainer receives the first status of a generator. Those of the
-claims `..._with_start_...` count from the command. `local_ready` is the time from our command to
-that moment. `--quick` runs a few steps of each without reaching the goal.
+claims `..._with_start_...` count from the command. `--quick` runs a few steps of each without
+reaching the goal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.harness import REPO, Claim, compared, progress_of, spread
+from benchmarks.harness import REPO, Claim, compared, progress_of
 from benchmarks.measured_command import MeasuredCommand
 from benchmarks.peers import environment
 from benchmarks.peers.task import Task
@@ -35,7 +35,6 @@ BASE = REPO / "peralta_zmq" / "models" / "embedded"
 TIMEOUTS = {"ours": 180.0, "trl": 300.0, "ray_original": 900.0}  # seconds from the command
 QUICK_TIMEOUTS, QUICK_STEPS = {"ours": 60.0, "trl": 60.0, "ray_original": 90.0}, 8
 PEERS = ("trl", "ray_original")
-MAX_READY_SECONDS = 3.0
 REQUIRED = {"wall_vs_trl": 4.0, "wall_with_start_vs_trl": 3.0, "wall_vs_ray_original": 8.0}
 MODULES = {"trl": "benchmarks.peers.trl_grpo", "ray_original": "benchmarks.peers.ray_original"}
 Row = Mapping[str, Any]
@@ -47,7 +46,6 @@ class RunResult:
 
     wall: float  # seconds since everything was loaded
     wall_with_start: float  # seconds since the command started
-    ready: float  # seconds from the command until everything was loaded
     rollouts_per_s: float
     bytes_per_update: float
     memory: float  # peak in bytes
@@ -67,7 +65,6 @@ def run(*, quick: bool) -> Iterable[Claim]:
             report_progress(f"{name}: {side[-1]}")
     for peer in PEERS:
         yield from comparison(peer, results["ours"], results[peer])
-    yield ready_claim([each.ready for each in results["ours"]])
 
 
 def peers() -> dict[str, str]:
@@ -210,7 +207,6 @@ def measured(
     return RunResult(
         wall=(ended - started) / divisor,
         wall_with_start=(ended - child.started) / divisor,
-        ready=started - child.started,
         rollouts_per_s=rollouts / (ended - started),
         bytes_per_update=bytes_per_update,
         memory=child.peak_memory,
@@ -241,12 +237,3 @@ def comparison(
         yield compared(
             f"{name}_vs_{peer}", mine, peers, unit, less_is_better=name != "rollouts_per_s"
         )
-
-
-def ready_claim(times: Sequence[float]) -> Claim:
-    """Seconds until a generator is ready to sample, and the part that they are of the limit."""
-    median = statistics.median(times)
-    return Claim(
-        "local_ready", median, "s", bound=MAX_READY_SECONDS, share=median / MAX_READY_SECONDS,
-        n=len(times), spread=spread(times),
-    )  # fmt: skip

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from benchmarks.harness import (
@@ -48,9 +47,8 @@ from peralta_zmq.engines.native.native_engine import CachedRows, native_engine
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.engines.row_engine import RowEngine, Rows
 from peralta_zmq.environments import calculator
-from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
+from peralta_zmq.registry import Engine, EngineSettings
 from peralta_zmq.rollout import Completion, Int32Array, Request, Sampling
-from peralta_zmq.weights.tensor_set import FileTensors, check_finite
 from tools.base_model import new_model
 
 SLOTS = 32
@@ -59,7 +57,6 @@ LENGTHS = (8, NUM_NEW)  # range of the varying lengths, uniform
 NUM_STEPS = 12  # tokens of a short round, the middle ones of NUM_NEW; 11 of its steps are timed
 # The sampling of the original program.
 SAMPLING = Sampling(temperature=0.7, top_p=0.95, top_k=40, max_completion_length=NUM_NEW)
-MAX_STALL = 0.1  # seconds that newer weights may stop the decode loop, beyond the copy itself
 CPU = torch.device("cpu")
 REQUIRED = {
     "native_8x4_vs_original": 30.0, "native_varied_vs_original_varied": 40.0,
@@ -83,7 +80,6 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterator[Claim]:
         progress("without vLLM, which is installed for the CPU only")
     rounds = 3 if quick else 7
     yield from against_bounds(setting, rounds)
-    yield against_copy(setting, rounds)
     yield from against_onednn(setting, rounds)
     del setting
     yield tiny(repeats=rounds, device=device)
@@ -136,41 +132,6 @@ class Setting:
         times: list[float] = []
         self._decode(num_prompts, lambda: times.append(time.perf_counter()))
         return statistics.median(after - before for before, after in pairwise(times))
-
-    def stall(self, weights: Mapping[str, torch.Tensor]) -> float:
-        """Extra seconds of the decode step before which newer weights are applied."""
-        times: list[float] = []
-
-        def between_steps() -> None:
-            times.append(time.perf_counter())
-            if len(times) == NUM_STEPS // 2:
-                self.native.apply(WeightUpdate(self.native.step + 1, weights))
-
-        self._decode(1, between_steps)
-        steps = [after - before for before, after in pairwise(times)]
-        return steps[NUM_STEPS // 2 - 1] - statistics.median(steps)
-
-    def copy(self, weights: Mapping[str, torch.Tensor]) -> float:
-        """Seconds of packing all weights of linear layers and copying all others in place.
-
-        The tied head is both copied and packed.
-        """
-        matrices = {
-            f"{name}.weight" for name, module in self.hf.named_modules()
-            if isinstance(module, torch.nn.Linear)
-            and self.device == CPU and gemm.can_pack(self.dtype)
-        }  # fmt: skip
-
-        def work() -> None:
-            for name, tensor in models.weights_of(self.hf).items():
-                if name in matrices:
-                    gemm.pack(weights[name])
-                else:
-                    tensor.copy_(weights[name])
-            if matrices:
-                gemm.pack(weights["model.embed_tokens.weight"])
-
-        return seconds(work)
 
     def _decode(self, num_prompts: int, between_steps: Callable[[], None]) -> None:
         batch = requests(num_prompts, NUM_STEPS, longer=(NUM_NEW - NUM_STEPS) // 2)
@@ -258,7 +219,6 @@ def variants(setting: Setting) -> dict[str, Callable[[], float]]:
         "hf_8x4": lambda: 32 * NUM_NEW / setting.hf_batched(8, NUM_NEW),
         "hf_varied": lambda: batched("hf", 8, functools.partial(setting.hf_batched, 8)),
         "native_1x4": lambda: setting.ours(1),
-        "native_4x4": lambda: setting.ours(4),
         "native_8x4": lambda: setting.ours(8),
         "native_varied": lambda: setting.ours(32, lengths_of["ours"]),
     }
@@ -267,7 +227,6 @@ def variants(setting: Setting) -> dict[str, Callable[[], float]]:
 def against_peers(rates: dict[str, list[float]]) -> Iterator[Claim]:
     for name, ours, peer in (
         ("native_1x4_vs_original", "native_1x4", "original"),
-        ("native_4x4_vs_original", "native_4x4", "original"),
         ("native_8x4_vs_original", "native_8x4", "original"),
         ("native_varied_vs_original", "native_varied", "original"),
         ("native_varied_vs_original_varied", "native_varied", "original_varied"),
@@ -392,23 +351,6 @@ def against_onednn(setting: Setting, rounds: int) -> Iterator[Claim]:
         rates = interleaved(measures, repeats=rounds)
         name = f"products_vs_onednn_{rows}_rows"
         yield compared(name, rates["ours"], rates["oneDNN"], "tokens/s")
-
-
-def against_copy(setting: Setting, rounds: int) -> Claim:
-    """Newer weights between two decode steps, alternating with the copy alone."""
-    with TemporaryDirectory(prefix="bench-generation-") as folder:
-        save_file(models.weights_of(setting.hf), file := Path(folder) / "model.safetensors")
-        weights = FileTensors(file)
-        check_finite(weights)  # as the subscriber's thread does; it also reads the pages
-        measures = {
-            "copy": lambda: setting.copy(weights), "stall": lambda: setting.stall(weights),
-        }  # fmt: skip
-        times = interleaved(measures, repeats=rounds)
-    pairs = zip(times["stall"], times["copy"], strict=True)
-    beyond = statistics.median(stall - copy for stall, copy in pairs)
-    return Claim(
-        "apply_stall_beyond_copy", beyond, "s", bound=MAX_STALL, share=beyond / MAX_STALL, n=rounds
-    )
 
 
 def tiny(*, repeats: int, device: torch.device) -> Claim:

@@ -3,9 +3,8 @@
 Each cell is a trainer in a process of its own, without sockets: it loads the model, publishes it,
 takes steps that are each published in the background during the next step, and writes a checkpoint.
 `*_memory` is the peak of the memory that the kernel cannot drop: anonymous and shared memory, and
-swapped pages; its bound is the limit of the cell. `*_resident` is the peak of all resident pages,
-also of mapped files (libraries, weights), which the kernel can drop and read again. `*_needed` are
-the weights, gradients and optimizer state alone.
+swapped pages, without mapped files (libraries, weights); its bound is the limit of the cell.
+`*_needed` are the weights, gradients and optimizer state alone.
 
 `CELLS="full_1.7b_8bit lora_4b_nf4" bin/bench memory` measures only these cells; those of LoRA take
 an hour. `--quick` uses tiny shapes. Linux only.
@@ -23,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,11 +93,6 @@ CELLS = {
 REQUIRED = {f"{name}_memory": 1.0 for name, cell in CELLS.items() if cell.limit}  # the least share
 
 
-class Usage(NamedTuple):
-    private: int  # anonymous, shared and swapped: what the kernel cannot drop
-    resident: int  # the peak of all resident pages
-
-
 def run(*, quick: bool) -> Iterator[Claim]:
     """Measure cells in processes; a failed one is reported and left out."""
     chosen = os.environ.get("CELLS", "").split() or list(CELLS)
@@ -124,38 +118,37 @@ def measure(name: str, cell: Cell, root: Path, *, quick: bool) -> list[Claim]:
         peak = watch(process)
         output = process.communicate()[0]
     if process.returncode:
-        progress(f"{name} failed with status {process.returncode} at {peak.private / GB:.2f} GB")
+        progress(f"{name} failed with status {process.returncode} at {peak / GB:.2f} GB")
         return []
     figures: dict[str, float] = json.loads(output.splitlines()[-1])
     duration = figures.pop("seconds")
     parts = ", ".join(f"{part} {size / GB:.2f}" for part, size in figures.items())
-    progress(f"{name}: {peak.private / GB:.2f} GB, {duration:.1f} s ({parts})")
-    share = cell.limit / peak.private if cell.limit else None
+    progress(f"{name}: {peak / GB:.2f} GB, {duration:.1f} s ({parts})")
+    share = cell.limit / peak if cell.limit else None
     return [
-        Claim(f"{name}_memory", peak.private, "bytes", bound=cell.limit, share=share),
-        Claim(f"{name}_resident", peak.resident, "bytes"),
+        Claim(f"{name}_memory", peak, "bytes", bound=cell.limit, share=share),
         Claim(f"{name}_needed", sum(figures.values()), "bytes"),
         Claim(f"{name}_step", duration, "s"),
     ]
 
 
-def watch(process: subprocess.Popen[str]) -> Usage:
-    """Sample the memory of a process until it ends."""
-    peak = Usage(0, 0)
+def watch(process: subprocess.Popen[str]) -> int:
+    """Sample the memory of a process until it ends; returns the peak in bytes."""
+    peak = 0
     while process.poll() is None:
-        peak = Usage(*map(max, peak, usage(process.pid)))
+        peak = max(peak, memory_of(process.pid))
         time.sleep(PERIOD)
     return peak
 
 
-def usage(pid: int) -> Usage:
+def memory_of(pid: int) -> int:
+    """Bytes that the kernel cannot drop: anonymous, shared and swapped."""
     sizes = dict[str, int]()
     for line in Path(f"/proc/{pid}/status").read_text("ascii").splitlines():
         name, _, value = line.partition(":")
         if value.endswith(" kB"):
             sizes[name] = int(value.split()[0]) << 10
-    private = sum(sizes.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
-    return Usage(private, sizes.get("VmHWM", 0))
+    return sum(sizes.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
 
 
 def take_steps(

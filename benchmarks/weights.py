@@ -28,7 +28,7 @@ from peralta_zmq.weights import delta
 from peralta_zmq.weights.delta import Bits
 from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
 from peralta_zmq.weights.replica import LocalReplica
-from peralta_zmq.weights.store import DELTA_FILE, Version, WeightStore
+from peralta_zmq.weights.store import Version, WeightStore
 from tools.base_model import new_model
 
 QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 65536,
@@ -85,14 +85,12 @@ def _measure_all(
     with closing(WeightPublisher(writer)) as publisher:
         publisher.publish(0, models.weights_of(model))
         keyframe = _version_of(_report(publisher))
-        measured["keyframe"] = [keyframe.size]
         replica.advance(store, keyframe)
         for _ in range(WARM_UP_STEPS):
             step(RATES[0])
         publisher.publish(1, models.weights_of(model))
         replica.advance(store, _version_of(_report(publisher)))
-        decoded = {name: tensor.clone() for name, tensor in replica.tensors().items()}
-        served = {name: tensor.to(model.device) for name, tensor in decoded.items()}
+        served = {name: tensor.to(model.device) for name, tensor in replica.tensors().items()}
         number = 1
         show_progress = progress_of(len(RATES) * num_steps)
         for rate in RATES:
@@ -108,7 +106,7 @@ def _measure_all(
                 note(measured, "stall", stall)
                 note(measured, "encode", report.encode_seconds)
                 note(measured, "write", report.write_seconds)
-                _measure_apply(measured, store, replica, version, decoded, served)
+                _measure_apply(measured, store, replica, version, served)
                 _check(model, before, served, measured, f"{rate:g}")
                 show_progress(f"lr {rate:g}: {version.kind} {version.size / 1e6:.2f} MB")
     return measured
@@ -142,17 +140,13 @@ def _measure_apply(
     store: WeightStore,
     replica: LocalReplica,
     version: Version,
-    decoded: Tensors,
     served: Tensors,
 ) -> None:
-    """`apply`: decoding alone; `background`: fetch, verify and decode; `pause`: copy all tensors.
+    """`background`: fetch, verify and decode; `pause`: copy all tensors.
 
     On a CPU the native engine also packs the tensors in the pause; the generation bench measures
     that.
     """
-    if version.kind == "delta":
-        with (version.folder / DELTA_FILE).open("rb") as file:
-            note(measured, "apply", seconds(lambda: delta.apply(file, decoded)))
     note(measured, "background", seconds(lambda: replica.advance(store, version)))
     tensors = replica.tensors()
     note(measured, "pause", seconds(lambda: [served[name].copy_(tensors[name]) for name in served]))
@@ -214,10 +208,8 @@ def _claims(measured: Measured, *, full: float) -> Iterator[Claim]:
         "entropy_share", size, "bytes", bound=median(bounds), share=median(bounds) / size,
         n=len(sizes), spread=spread(sizes),
     )  # fmt: skip
-    yield Claim("keyframe_bytes", measured["keyframe"][0], "bytes", peer=checkpoint,
-                ratio=checkpoint / measured["keyframe"][0])  # fmt: skip
-    peers = {"apply": "load", "pause": "load", "stall": "save", "encode": "save"}
-    for name in ("apply", "pause", "background", "stall", "encode", "write"):
+    peers = {"pause": "load", "stall": "save", "encode": "save"}
+    for name in ("pause", "background", "stall", "encode", "write"):
         values = measured[name]
         peer = measured[f"original {peers[name]}"] if name in peers else None
         yield Claim(

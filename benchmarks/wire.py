@@ -1,18 +1,15 @@
-"""Group transport against bare pyzmq with the same bytes, with and without keys; the codec alone.
+"""Group transport against bare pyzmq with the same bytes, with and without keys.
 
 A rate counts groups sent by another process, received and validated. The peer sends the same bytes
 over bare PUSH/PULL sockets with the same options and does not read them. The bound is the bare
-sockets in the same round with a receiver that decodes each message. The codec is timed including
-the construction of the rollouts.
+sockets in the same round with a receiver that decodes each message.
 """
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -22,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import zmq
 
-from benchmarks.harness import REPO, Claim, bounded, compared, interleaved, seconds, spread
+from benchmarks.harness import REPO, Claim, bounded, compared, interleaved, seconds
 from peralta_zmq import wire
 from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
 from peralta_zmq.wire.auth import TRAINER, make_keys
@@ -43,7 +40,6 @@ def run(*, quick: bool) -> Iterable[Claim]:
     repeats = 3 if quick else 7
     count = 3000 if quick else 40_000
     small, large = group_of(4, 21, 31), group_of(16, 200, 180)
-    yield _codec(small, repeats=repeats)
     with _open_keys() as security:
         for senders in SENDERS:
             few = max(count // 5, 4 * senders)
@@ -67,20 +63,6 @@ def group_of(num_rollouts: int, num_prompt: int, num_generated: int) -> RolloutG
         problem_id="math_1k/7", task="calculator", policy_step=7, weights_id="0123456789abcdef",
         rollouts=tuple(rollout(float(number % 2)) for number in range(num_rollouts)),
     )  # fmt: skip
-
-
-def _codec(group: RolloutGroup, *, repeats: int) -> Claim:
-    rounds = 5000
-
-    def both() -> float:
-        started = time.perf_counter()
-        for _ in range(rounds):
-            assert wire.decode_group(wire.encode_group(group), LIMITS).rollouts[0]
-        return (time.perf_counter() - started) / rounds * 1e6
-
-    values = interleaved({"codec": both}, repeats=repeats)["codec"]
-    return Claim("codec_microseconds", statistics.median(values), "us", n=repeats,
-                 spread=spread(values))  # fmt: skip
 
 
 def _rates(

@@ -1,4 +1,4 @@
-"""The bench of memory: model folders, sampled memory, cells."""
+"""The bench of memory: sampled memory, cells."""
 
 from __future__ import annotations
 
@@ -19,23 +19,12 @@ SHAPE = {
 }  # fmt: skip
 
 
-def test_written_model_is_loaded_with_its_random_weights(tmp_path: Path) -> None:
-    memory.write_model(SHAPE, tmp_path / "tiny")
-    model = models.load_model(tmp_path / "tiny", device=torch.device("cpu"), dtype=torch.bfloat16)
-    weights = models.weights_of(model)
-    assert models.load_tokenizer(tmp_path / "tiny").chat_template
-    assert weights["model.embed_tokens.weight"].shape == (500, 64)
-    assert 0.015 < float(weights["model.layers.1.mlp.up_proj.weight"].float().std()) < 0.025
-    assert "lm_head.weight" not in weights
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_watch_finds_the_peak_of_anonymous_memory() -> None:
     program = "import time; big = b'x' * (64 << 20); time.sleep(0.3); del big; time.sleep(0.1)"
     process = subprocess.Popen([sys.executable, "-c", program], text=True)
     peak = memory.watch(process)
-    assert 64 << 20 < peak.private < 100 << 20
-    assert peak.private <= peak.resident
+    assert 64 << 20 < peak < 100 << 20
 
 
 @pytest.mark.slow
