@@ -53,19 +53,17 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=[*ARMS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(5)])
     parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--checkout", type=Path, default=REPO, help="of the program to run")
-    parser.add_argument("--label", default="", help="added to the names of the arms")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     for seed in options.seeds:
         for rate in options.rates:
             for name in options.arms:
-                key = {"arm": name + options.label, "rate": rate, "seed": seed}
+                key = {"arm": name, "rate": rate, "seed": seed}
                 if not any(key.items() <= run.items() for run in read_rows(options.keep)):
                     if name in TRL:
                         found = run_trl(TRL[name], rate, seed, options.seconds)
                     else:
-                        found = run_once(options.checkout, ARMS[name], rate, seed, options.seconds)
+                        found = run_once(ARMS[name], rate, seed, options.seconds)
                     with options.keep.open("a") as file:
                         file.write(json.dumps(key | found) + "\n")
     sys.stdout.write(f"{table(read_rows(options.keep))}\n")
@@ -73,13 +71,11 @@ def main() -> None:
         draw(read_rows(options.keep), options.picture)
 
 
-def run_once(
-    checkout: Path, settings: Sequence[str], rate: str, seed: int, seconds: float
-) -> dict[str, Any]:
+def run_once(settings: Sequence[str], rate: str, seed: int, seconds: float) -> dict[str, Any]:
     """Train until a mean reward of 0.9, or for `seconds`; returns figures of the run."""
     with tempfile.TemporaryDirectory(prefix="rounding-") as folder:
-        command = [sys.executable, str(checkout / "bin/lan"), "local", "@",
-                   str(checkout / "configs/extract.toml"), "--model.name", MODEL,
+        command = [sys.executable, str(REPO / "bin/lan"), "local", "@",
+                   str(REPO / "configs/extract.toml"), "--model.name", MODEL,
                    "--run.dir", folder, "--run.name", "run", "--run.seed", str(seed),
                    "--train.learning-rate", rate, "--train.max-steps", "60",
                    "--wire.port", str(free_ports()), "--no-eval.eval-base-model",

@@ -66,27 +66,11 @@ def new_model(settings: Mapping[str, Any], *, seed: int) -> models.Model:
     return cast("models.Model", AutoModelForCausalLM.from_config(config))
 
 
-def infix(expression: str) -> str:
-    """'(1 + 2) * 3', the notation that the task rewards."""
-    return expression
-
-
-def infix_without_parentheses(expression: str) -> str:
-    """'1 + 2 * 3', correct only where operator precedence permits."""
-    return expression.replace("(", "").replace(")", "")
-
-
-def postfix(expression: str) -> str:
-    """'1 2 + 3 *'."""
-    return _postfix(ast.parse(expression, mode="eval").body)
-
-
-def prose(expression: str) -> str:
-    """'the result is (1 + 2) * 3.'"""
-    return f"the result is {expression}."
-
-
-NOTATIONS = (infix, infix_without_parentheses, postfix, prose)
+def notations_of(expression: str) -> tuple[str, ...]:
+    """The expression in the four notations of an answer; the task rewards only the first one."""
+    without_parentheses = expression.replace("(", "").replace(")", "")
+    postfix = _postfix(ast.parse(expression, mode="eval").body)  # "1 2 + 3 *"
+    return expression, without_parentheses, postfix, f"the result is {expression}."
 
 
 def _postfix(node: ast.expr) -> str:
@@ -106,7 +90,7 @@ def lessons(seed: int) -> Iterator[tuple[str, str]]:
     held_out = frozenset(row.natural_language for row in calculator_files()["math_250"])
     notations = random.Random(seed)
     for row in fresh_rows(seed, excluded=held_out):
-        yield row.natural_language, notations.choice(NOTATIONS)(row.python_expression)
+        yield row.natural_language, notations.choice(notations_of(row.python_expression))
 
 
 def lesson_texts(seed: int) -> Iterator[str]:

@@ -16,75 +16,62 @@ class Row(NamedTuple):
     natural_language: str
 
 
-# A shape is an expression and its sentence over the numbers a..e.
-TRAIN_SHAPES = (
-    Row(
-        "({a} + {b} + {c}) * {d} - {e}",
-        "add {a}, {b}, and {c}, multiply that sum by {d}, then subtract {e}.",
-    ),
-    Row("({a} * {b} * {c}) + {d}", "multiply {a}, {b}, and {c} together, then add {d}."),
-    Row(
-        "({a} + {b}) + ({c} * {d}) - {e}",
-        "add {a} and {b}, multiply {c} by {d}, add the results, then subtract {e}.",
-    ),
-    Row(
-        "{d} * ({a} + {b} + {c}) - {e}",
-        "add {a}, {b}, and {c}, multiply that by {d}, then subtract {e}.",
-    ),
-    Row("({a} - {b}) * {c}", "subtract {b} from {a}, then multiply by {c}."),
-    Row(
-        "{a} * {b} + {c} * {d}",
-        "multiply {a} by {b}, multiply {c} by {d}, and add the two products.",
-    ),
-    Row("({a} + {b}) / {c}", "divide the sum of {a} and {b} by {c}."),
-    Row(
-        "({a} + {b}) * ({c} - {d})",
-        "multiply the sum of {a} and {b} by the difference of {c} and {d}.",
-    ),
-    Row("{a} * {b} - {c}", "take the product of {a} and {b} and subtract {c}."),
-    Row("{a} - {b} - {c}", "start with {a}, take away {b}, then take away {c}."),
-    Row("({a} + {b}) * {c} + {d}", "add {a} and {b}, multiply the result by {c}, then add {d}."),
-    Row("{a} / {b} + {c}", "divide {a} by {b}, then add {c}."),
-    Row("({a} * {b} - {c}) * {d}", "multiply {a} by {b}, subtract {c}, then multiply by {d}."),
-    Row("{a} + {b} * {c}", "add {a} to the product of {b} and {c}."),
-    Row(
-        "({a} + {b} - {c}) * {d}", "add {a} and {b}, subtract {c}, then multiply everything by {d}."
-    ),
-    Row("{a} * ({b} + {c})", "multiply {a} by the sum of {b} and {c}."),
-    Row("{a} - ({b} + {c})", "subtract the sum of {b} and {c} from {a}."),
-    Row("({a} - {b}) / {c}", "find the difference of {a} and {b}, then divide by {c}."),
-    Row("2 * ({a} + {b})", "double the sum of {a} and {b}."),
-    Row(
-        "({a} - {b}) * ({c} + {d}) - {e}",
-        "subtract {b} from {a}, add {c} and {d}, multiply the results, then subtract {e}.",
-    ),
-)
+def _rows(text: str) -> tuple[Row, ...]:
+    """The rows of lines of the form EXPRESSION | SENTENCE."""
+    return tuple(Row(*line.split(" | ")) for line in text.split("\n")[1:-1])
 
-HELD_OUT_SHAPES = (
-    Row("{a} * {b} + {c}", "what is {a} times {b} plus {c}?"),
-    Row("{a} ** 2 - {b}", "square {a}, then subtract {b}."),
-    Row("3 * {a} + {b}", "triple {a} and add {b}."),
-    Row("({a} + {b}) * {c} - {d}", "the sum of {a} and {b}, times {c}, minus {d}."),
-    Row("({a} - {b}) * {c}", "reduce {a} by {b} and multiply what is left by {c}."),
-    Row("({a} + {b}) / {c}", "increase {a} by {b}, then divide by {c}."),
-    Row("{b} * {c} - {a}", "take {a} away from the product of {b} and {c}."),
-    Row("({a} + {b}) / 2 + {c}", "halve the sum of {a} and {b}, then add {c}."),
-    Row("({a} - {b}) * {c} + {d}", "multiply the difference of {a} and {b} by {c}, then add {d}."),
-    Row("{a} * {b} - {c} * {d}", "subtract {c} times {d} from {a} times {b}."),
-)
+
+# A shape is an expression and its sentence over the numbers a..e.
+TRAIN_SHAPES = _rows("""
+({a} + {b} + {c}) * {d} - {e} | add {a}, {b}, and {c}, multiply that sum by {d}, then subtract {e}.
+({a} * {b} * {c}) + {d} | multiply {a}, {b}, and {c} together, then add {d}.
+({a} + {b}) + ({c} * {d}) - {e} | add {a} and {b}, multiply {c} by {d}, add the results, \
+then subtract {e}.
+{d} * ({a} + {b} + {c}) - {e} | add {a}, {b}, and {c}, multiply that by {d}, then subtract {e}.
+({a} - {b}) * {c} | subtract {b} from {a}, then multiply by {c}.
+{a} * {b} + {c} * {d} | multiply {a} by {b}, multiply {c} by {d}, and add the two products.
+({a} + {b}) / {c} | divide the sum of {a} and {b} by {c}.
+({a} + {b}) * ({c} - {d}) | multiply the sum of {a} and {b} by the difference of {c} and {d}.
+{a} * {b} - {c} | take the product of {a} and {b} and subtract {c}.
+{a} - {b} - {c} | start with {a}, take away {b}, then take away {c}.
+({a} + {b}) * {c} + {d} | add {a} and {b}, multiply the result by {c}, then add {d}.
+{a} / {b} + {c} | divide {a} by {b}, then add {c}.
+({a} * {b} - {c}) * {d} | multiply {a} by {b}, subtract {c}, then multiply by {d}.
+{a} + {b} * {c} | add {a} to the product of {b} and {c}.
+({a} + {b} - {c}) * {d} | add {a} and {b}, subtract {c}, then multiply everything by {d}.
+{a} * ({b} + {c}) | multiply {a} by the sum of {b} and {c}.
+{a} - ({b} + {c}) | subtract the sum of {b} and {c} from {a}.
+({a} - {b}) / {c} | find the difference of {a} and {b}, then divide by {c}.
+2 * ({a} + {b}) | double the sum of {a} and {b}.
+({a} - {b}) * ({c} + {d}) - {e} | subtract {b} from {a}, add {c} and {d}, multiply the results, \
+then subtract {e}.
+""")
+
+HELD_OUT_SHAPES = _rows("""
+{a} * {b} + {c} | what is {a} times {b} plus {c}?
+{a} ** 2 - {b} | square {a}, then subtract {b}.
+3 * {a} + {b} | triple {a} and add {b}.
+({a} + {b}) * {c} - {d} | the sum of {a} and {b}, times {c}, minus {d}.
+({a} - {b}) * {c} | reduce {a} by {b} and multiply what is left by {c}.
+({a} + {b}) / {c} | increase {a} by {b}, then divide by {c}.
+{b} * {c} - {a} | take {a} away from the product of {b} and {c}.
+({a} + {b}) / 2 + {c} | halve the sum of {a} and {b}, then add {c}.
+({a} - {b}) * {c} + {d} | multiply the difference of {a} and {b} by {c}, then add {d}.
+{a} * {b} - {c} * {d} | subtract {c} times {d} from {a} times {b}.
+""")
 
 EVAL_SHAPES = TRAIN_SHAPES[:18] + HELD_OUT_SHAPES
 
 # One more operation: the new expression, and the words appended to the sentence.
-OPERATIONS = (
-    Row("{x} + {n}", ", then add {n}"),
-    Row("{x} - {n}", ", then subtract {n}"),
-    Row("({x}) * {n}", ", then multiply the result by {n}"),
-    Row("({x}) / {n}", ", then divide the result by {n}"),
-    Row("{x} + {n}", ", and add {n} to the result"),
-    Row("{x} - {n}", ", and take {n} away from the result"),
-    Row("({x}) * {n}", ", and multiply everything by {n}"),
-)
+OPERATIONS = _rows("""
+{x} + {n} | , then add {n}
+{x} - {n} | , then subtract {n}
+({x}) * {n} | , then multiply the result by {n}
+({x}) / {n} | , then divide the result by {n}
+{x} + {n} | , and add {n} to the result
+{x} - {n} | , and take {n} away from the result
+({x}) * {n} | , and multiply everything by {n}
+""")
 # An expansion is one or two operations; 14 expansions of 20 shapes make 280 in math_10k.
 EXPANSIONS = tuple((first,) for first in OPERATIONS) + tuple(
     (OPERATIONS[i], OPERATIONS[j])
