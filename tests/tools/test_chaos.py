@@ -1,5 +1,6 @@
 """The chaos run with small stand-ins for bin/trainer and bin/generator."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def test_chaos_kills_every_worker_and_loses_nothing(capfd: pytest.CaptureFixture
     steps = [row["step"] for row in read_rows(Path("runs/chaos") / METRICS)]
     assert steps == list(range(1, 21))
     out = capfd.readouterr().out
+    assert re.search(r"^trainer +\d+ +after \d\.\d s$", out, re.MULTILINE)
     assert "ok    kills made: 5 of 5" in out
     assert "ok    P1 torn 0" in out
     assert "ok    ended by themselves 0, after a kill 5\n" in out
