@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import os
-import resource
 import signal
 import stat
 import subprocess
@@ -154,30 +153,6 @@ def test_everything_is_synced_before_the_rename(
     atomic_files.write_folder(tmp_path / "step_000001", FILES, {})
     assert len(synced_before_rename) == 5 and all(synced_before_rename.values())
     assert synced[-1] == tmp_path.stat().st_ino  # the new name
-
-
-def test_renamed_folder_needs_no_further_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename, limits = os.rename, resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors: list[int] = []
-
-    def rename_and_exhaust_descriptors(source: Path, target: Path) -> None:
-        rename(source, target)
-        few = max(map(int, os.listdir("/proc/self/fd"))) + 8
-        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
-        with pytest.raises(OSError, match="Too many open files"):
-            while True:
-                descriptors.append(os.open(os.devnull, os.O_RDONLY))
-
-    monkeypatch.setattr(os, "rename", rename_and_exhaust_descriptors)
-    try:
-        atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for descriptor in descriptors:
-            os.close(descriptor)
-    assert read_all(tmp_path / "step_000001") == FILES
 
 
 def test_partial_folder_of_a_killed_process_is_replaced(tmp_path: Path) -> None:

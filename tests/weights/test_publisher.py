@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import threading
 import time
 import weakref
@@ -18,19 +17,12 @@ import torch
 from real_programs import until
 from weight_sets import COMPANIONS, loaded, reports_of, same, weights_at
 
-from peralta_zmq import models
 from peralta_zmq.weights import publisher as publisher_module
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.publisher import Snapshot, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import Version, WeightStore
 
 Opener = Callable[..., WeightPublisher]
-
-
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process, without mapped files."""
-    lines = Path("/proc/self/status").read_text("ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.fixture
@@ -164,19 +156,6 @@ def test_writer_reads_copies_while_they_are_moved(
     assert report.version is not None and report.version.kind == "delta"
     assert same(loaded(store, first), weights_at(0))
     assert same(loaded(store, report.version), weights_at(1))
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
-def test_memory_of_a_copy_is_returned_to_the_system(
-    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models.keep_memory()
-    weights = {"w": torch.ones(1 << 24)}  # the copy has 32 MiB
-    before = anonymous_bytes()
-    publisher = open_publisher(moves_snapshots=True)
-    publisher.publish(0, weights)
-    assert reports_of(publisher)[0].version is not None
-    until(lambda: anonymous_bytes() - before < 16 << 20)
 
 
 def test_copies_stay_in_memory_until_there_is_a_temporary_folder(

@@ -238,16 +238,6 @@ def test_status_is_accepted_from_known_keys_and_own_names(scene: Scene, stack: E
     assert statuses == {bob.sender: bob} and receiver.refused
 
 
-def test_client_refused_at_first_is_accepted_with_a_new_key(scene: Scene) -> None:
-    scene.timing = dataclasses.replace(TIMING, patience_seconds=DEADLINE)
-    put_back = scene.remove_key()
-    sender = scene.sender()
-    eventually(lambda: sender.send(numbered(5), timeout=0.05) or scene.authenticator.refused > 1)
-    put_back()
-    eventually(lambda: sender.send(numbered(6), timeout=0.1))
-    assert received(scene.receiver).generator_id == "ann"
-
-
 # Faults of the link.
 
 
@@ -285,13 +275,6 @@ def test_flipped_bit_of_an_encrypted_announcement_ends_no_generator(scene: Scene
     assert proxy.num_connections >= 4
 
 
-def test_key_folder_with_a_duplicate_accepts_no_client(scene: Scene) -> None:
-    shutil.copy(scene.folder / "ann.public", scene.folder / "twin.public")
-    scene.sender().send(numbered(5), timeout=0)
-    eventually(lambda: scene.authenticator.refused > 0)
-    assert scene.receiver.receive(timeout=0.5) is None
-
-
 def test_unusable_key_file_does_not_affect_other_keys(scene: Scene) -> None:
     (scene.folder / "bob.public").chmod(0o666)
     (scene.folder / "eve.public").write_bytes(b"")  # it is being copied
@@ -323,11 +306,6 @@ def test_client_waits_while_the_key_folder_is_unreadable(folder: Path, stack: Ex
     moved.rename(folder)
     client.send(numbered(5))
     assert received(scene.receiver).generator_id == "ann"
-
-
-def test_second_authenticator_in_a_process_is_refused(scene: Scene) -> None:
-    with pytest.raises(WireError, match="a second Authenticator"):
-        wire.Authenticator(scene.folder)
 
 
 # Limit of connections.

@@ -33,8 +33,7 @@ from sockets import GROUP
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.learning import admission
-from peralta_zmq.wire import message_fields, messages
+from peralta_zmq.wire import message_fields
 
 EVALUATED = dataclasses.replace(GROUP, sample_index=5, evaluation_step=7)  # has all fields
 FIELDS = list(msgpack.unpackb(wire.encode_group(EVALUATED)))
@@ -72,16 +71,6 @@ MIXED = rollout_of_turns([0, 0, 1, 1, 1, 1, 1], [-1, -1, 3, 3, 4, 70_003, 70_003
 def test_round_trip_keeps_every_field(fields: dict[str, Any]) -> None:
     group = dataclasses.replace(GROUP, **fields)
     assert equal(decoded(wire.encode_group(group)), group)
-
-
-def test_admission_builds_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = decoded(wire.encode_group(group_of([0.0, 0.25, 1.0])))
-    monkeypatch.setattr(messages, "_build_rollouts", lambda _: pytest.fail("a rollout was built"))
-    assert admission.Admission(8).admit(group, step=1) == "trained"
-    assert (group.rewards, group.mean_reward) == ((0.0, 0.25, 1.0), 1.25 / 3)
-    group = decoded(wire.encode_group(dataclasses.replace(GROUP, rollouts=REWARDED)))
-    assert group.turn_rewards == ((0.5, -0.25, 1e6), (0.1,))
-    assert group.has_signal  # by the returns of the first turn; the rewards are equal
 
 
 def test_frame_is_little_endian_for_any_input() -> None:
