@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from real_programs import Program, RealRun, ended_within, until
+from real_programs import Program, RealRun, ended_within, skip_without_mounting, until
 from sample_data import resident_bytes
 from sockets import hello
 
@@ -185,8 +185,7 @@ def test_trainer_killed_while_its_weights_disk_fails_waits_and_continues(
     disk = tmp_path / "nas"
     disk.mkdir()
     mounted = f"exec unshare --map-root-user --mount /bin/sh -c '{ON_A_DISK}' {disk} \"$@\""
-    if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], check=False).returncode:
-        pytest.skip("this user cannot mount a file system")
+    skip_without_mounting()
     steps = ("--train.max-steps", "12")
     lan = run.start("lan", "--weights.dir", str(disk), *steps, log="lan", shell=mounted)
     until(lambda: run.step >= 3, lan)

@@ -226,12 +226,9 @@ def skip_without_mounting() -> None:
 def processes_that_name(words: str) -> list[str]:
     """Command lines of running processes that contain `words`."""
     commands: list[str] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if words in command and state != "Z" and int(process.name) != os.getpid():
+    for process in psutil.process_iter(["pid", "status", "cmdline"]):
+        command = " ".join(process.info["cmdline"] or ())
+        is_zombie = process.info["status"] == psutil.STATUS_ZOMBIE
+        if words in command and not is_zombie and process.pid != os.getpid():
             commands.append(command)
     return commands
