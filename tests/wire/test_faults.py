@@ -16,7 +16,6 @@ from time import monotonic
 import pytest
 import zmq
 from bad_network import Slow, proxy_to
-from hostile_clients import ANNOUNCEMENTS, STATUSES, HostileClient
 from sample_data import RUN, VOCAB_SIZE, group_of, resident_bytes
 from sockets import (
     DEADLINE,
@@ -41,9 +40,10 @@ from peralta_zmq.generator.trainer_connection import Outbox
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.wire import generator_status
 from peralta_zmq.wire import rollout_sockets as wire_sockets
-from peralta_zmq.wire.auth import generator_keys, make_keys
-from tools.link_proxy import free_ports
+from peralta_zmq.wire.auth import GeneratorKeys, generator_keys, make_keys, use_keys
+from tools.link_proxy import LinkProxy, free_ports
 
+ANNOUNCEMENTS, STATUSES = 1, 2  # by position of the port
 NUM_IN_FLIGHT = 4  # groups, as the sampling pacer would allow
 REPO = Path(__file__).parents[2]
 
@@ -280,34 +280,61 @@ class AttackedPorts:
     """
 
     def __init__(self, stack: ExitStack, keys: Path | None) -> None:
-        port = free_ports()
-        self._address = f"tcp://127.0.0.1:{port}"
-        known = None
+        self._stack, self._port = stack, free_ports()
+        self._keys: GeneratorKeys | None = None
+        first = f"tcp://127.0.0.1:{self._port}"
         if keys is not None:
             for name in ("trainer", "bob"):
                 make_keys(keys, name)
-            known = generator_keys(keys, "bob")
+            self._keys = generator_keys(keys, "bob")
         authenticator = stack.enter_context(closing(wire.Authenticator(keys)))
         address, options = wire_sockets.next_port, {"authenticator": authenticator}
         # The next read of its socket is long after a publication.
         self.publisher = wire.AnnouncementPublisher(
-            address(self._address), announce_seconds=2 * DEADLINE, **options
+            address(first), announce_seconds=2 * DEADLINE, **options
         )
         stack.enter_context(closing(self.publisher))
         self._statuses = wire.GeneratorStatusReceiver(
-            address(self._address, 2), run_id=RUN, **options
+            address(first, STATUSES), run_id=RUN, **options
         )
         stack.enter_context(closing(self._statuses))
-        self._client = HostileClient(port, known, stack)
 
     def sender_to(self, port: int) -> zmq.Socket[bytes]:
         """A socket of the client from which a port receives messages."""
         with ThreadPoolExecutor(1) as pool:
-            opened = pool.submit(self._client.open_sender, port)
+            opened = pool.submit(self._open_sender, port)
             while not opened.done():
                 self._statuses.receive(timeout=0.05)  # subscribes
                 self.publisher.publish(wire.Announcement(RUN))
             return opened.result()
+
+    def _open_sender(self, port: int) -> zmq.Socket[bytes]:
+        """An XPUB sends only to peers that have subscribed, which the trainer does on STATUSES.
+
+        A proxy leads the connection there first and then to ANNOUNCEMENTS: libzmq keeps the
+        subscription.
+        """
+        if port == STATUSES:
+            return self._subscribed(self._port)
+        proxy = self._stack.enter_context(LinkProxy(self._port, kernel_buffer=1 << 20))
+        opened = self._subscribed(proxy.port)
+        proxy.target -= STATUSES - ANNOUNCEMENTS
+        proxy.reset()
+        opened.recv()  # an announcement
+        return opened
+
+    def _subscribed(self, port: int) -> zmq.Socket[bytes]:
+        """An XPUB to the statuses of the ports from `port` on, after the trainer has subscribed."""
+        opened = self._stack.enter_context(zmq.Context.instance().socket(zmq.XPUB))
+        for option, value in (
+            (zmq.LINGER, 0), (zmq.SNDHWM, 1000), (zmq.SNDTIMEO, 3000), (zmq.RCVTIMEO, 3000),
+        ):  # fmt: skip
+            opened.setsockopt(option, value)
+        use_keys(opened, self._keys)
+        opened.connect(f"tcp://127.0.0.1:{port + STATUSES}")
+        opened.setsockopt(zmq.XPUB_NODROP, 1)  # wait for room in the queue instead
+        opened.recv()
+        return opened
 
 
 @pytest.fixture(params=[False, True], ids=["no keys", "known generator"])
