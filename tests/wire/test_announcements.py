@@ -1,4 +1,4 @@
-"""Announcements: delivery, repetition, refused messages, recovery of lost groups."""
+"""Announcements: delivery, repetition, refused messages."""
 
 from __future__ import annotations
 
@@ -13,20 +13,12 @@ from sample_data import RUN
 from sockets import (
     ANYWHERE,
     DEADLINE,
-    GROUP,
-    bound_again,
     eventually,
-    numbered,
-    received,
-    receiver_at,
-    sender_to,
     until,
 )
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.generator.trainer_connection import Outbox
-from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.collector import MAX_SUPPLIERS
 from peralta_zmq.trainer.generator_registry import RegistryLimits
 from peralta_zmq.wire import announcements, message_fields
@@ -231,45 +223,3 @@ def test_complete_run_is_announced_often_enough_to_be_reported_at_once(stack: Ex
         seconds.append(monotonic() - started)
         publish_until_received(publisher, subscriber, wire.Announcement(RUN))
     assert min(seconds) < 0.8  # the repetition of other announcements would take a second
-
-
-def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitStack) -> None:
-    first = receiver_at()
-    sender, outbox = sender_to(first.address, stack), Outbox(GROUP.sender)
-    outbox.acknowledge(wire.Announcement(RUN, incarnation=b"first"))
-    for number in range(6):
-        outbox.add(numbered(number))
-        outbox.mark_sent()
-        assert sender.send(numbered(number), timeout=DEADLINE)
-    ledger, trained = Ledger(), []
-    for _ in range(2):
-        group = received(first)
-        ledger.settle(group.sender, group.group_number, "trained")
-        trained.append(group.group_number)
-    first.close()  # with four groups in its queues
-
-    second = stack.enter_context(closing(bound_again(first.address)))
-    restarted = wire.Announcement(RUN, incarnation=b"second", durable={GROUP.sender: 2})
-    outbox.acknowledge(restarted)
-    outbox.queue_lost()
-    while (frame := outbox.next_frame()) is not None:
-        assert sender.send(frame, timeout=DEADLINE)
-        outbox.mark_sent()
-    ends = monotonic() + DEADLINE
-    while not {*range(6)} <= {*trained}:
-        assert monotonic() < ends
-        message = second.receive(timeout=0.5)
-        if message is None:  # all went into the dead connection; a later group shows the gap
-            number += 1
-            outbox.add(numbered(number))
-        elif ledger.settle(message[0].sender, message[0].group_number, "trained"):
-            trained.append(message[0].group_number)
-        announcement = wire.Announcement(
-            RUN, incarnation=b"second", durable={GROUP.sender: ledger.settled(GROUP.sender) + 1},
-            received_end={GROUP.sender: ledger.highest(GROUP.sender) + 1},
-        )  # fmt: skip
-        outbox.acknowledge(announcement)
-        outbox.queue_lost()
-        while (frame := outbox.next_frame()) and sender.send(frame, timeout=DEADLINE):
-            outbox.mark_sent()
-    assert len(trained) == len({*trained})
