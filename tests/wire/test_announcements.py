@@ -10,12 +10,7 @@ import msgpack
 import pytest
 import zmq
 from sample_data import RUN
-from sockets import (
-    ANYWHERE,
-    DEADLINE,
-    eventually,
-    until,
-)
+from sockets import ANYWHERE, DEADLINE, eventually, until
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
