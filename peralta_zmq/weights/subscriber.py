@@ -236,7 +236,8 @@ class VersionLoader:
         self._store = store
         self._announced = -1, ""  # number and weights_id
         self._discovered = -1, 0.0  # newest version found: number and time in monotonic seconds
-        self._speed_check = ReadSpeedCheck()
+        self._previous = self._discovered  # of the version that was loaded before
+        self._num_slow = 0  # slow versions in a row; 1 may be a keyframe, 2 make a warning
         self._last_warning = ""
         self.store_error = ""  # why the newest version cannot be read
 
@@ -322,12 +323,29 @@ class VersionLoader:
         pending = self._pending(target, bytes_read)
         failpoint("load.checked")  # here a test can kill the process
         if bytes_read:
-            bytes_per_second = bytes_read / max(1e-6, self.replica.read_seconds)
-            self._speed_check.add(*self._discovered, target.size, bytes_per_second)
+            self._check_speed(target.size, bytes_read / max(1e-6, self.replica.read_seconds))
         self.wants_keyframe = False
         self._last_warning = ""
         self.store_error = ""
         return pending
+
+    def _check_speed(self, size: int, bytes_per_second: float) -> None:
+        """Warn once if versions take longer to read than the trainer takes to publish new ones."""
+        previous, previous_seen_at = self._previous
+        number, seen_at = self._discovered
+        self._previous = self._discovered
+        if not 0 <= previous < number or self._num_slow >= 2:
+            return
+        step_seconds = max(1e-3, (seen_at - previous_seen_at) / (number - previous))
+        read_seconds = size / bytes_per_second
+        self._num_slow = self._num_slow + 1 if read_seconds > step_seconds else 0
+        if self._num_slow == 2:
+            logger.warning(
+                f"this link cannot keep up: a version of {size / 1e6:.1f} MB takes "
+                f"{read_seconds:.1f} s at {bytes_per_second / 1e6:.2f} MB/s, a step "
+                f"{step_seconds:.1f} s; this generator loads about one version in "
+                f"{math.ceil(read_seconds / step_seconds)}"
+            )
 
     def _pending(self, version: Version, bytes_read: int) -> PendingWeights:
         """Check the weights in the replica, and return them. Raises StoreError."""
@@ -352,28 +370,3 @@ class VersionLoader:
         if text != self._last_warning:
             logger.warning(text)
         self._last_warning = text
-
-
-class ReadSpeedCheck:
-    """Warns once if versions take longer to read than the trainer takes to publish new ones."""
-
-    def __init__(self) -> None:
-        self._previous: tuple[int, float] | None = None  # number and seen_at of a version
-        self._num_slow = 0  # slow versions in a row; 1 may be a keyframe, 2 make a warning
-
-    def add(self, number: int, seen_at: float, size: int, bytes_per_second: float) -> None:
-        """Record that a version of `size` bytes, discovered at `seen_at`, was read."""
-        previous = self._previous
-        self._previous = (number, seen_at)
-        if previous is None or number <= previous[0] or self._num_slow >= 2:
-            return
-        step_seconds = max(1e-3, (seen_at - previous[1]) / (number - previous[0]))
-        read_seconds = size / bytes_per_second
-        self._num_slow = self._num_slow + 1 if read_seconds > step_seconds else 0
-        if self._num_slow == 2:
-            logger.warning(
-                f"this link cannot keep up: a version of {size / 1e6:.1f} MB takes "
-                f"{read_seconds:.1f} s at {bytes_per_second / 1e6:.2f} MB/s, a step "
-                f"{step_seconds:.1f} s; this generator loads about one version in "
-                f"{math.ceil(read_seconds / step_seconds)}"
-            )
