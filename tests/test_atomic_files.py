@@ -7,18 +7,13 @@ import errno
 import hashlib
 import json
 import os
-import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import CHANGES
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from damage import CHANGES, FailingCall
 
 from peralta_zmq import atomic_files
 
@@ -30,21 +25,6 @@ def folder(tmp_path: Path) -> Path:
     """A complete folder."""
     atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
     return tmp_path / "step_000001"
-
-
-def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> list[int]:
-    """Make the nth call of os.NAME fail; returns a list that grows with each call."""
-    function: Callable[..., Any] = getattr(os, name)
-    calls: list[int] = []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == nth:
-            raise OSError(code, os.strerror(code))
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(os, name, call)
-    return calls
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
@@ -84,26 +64,6 @@ def test_files_are_readable_by_other_users(folder: Path) -> None:
     assert (folder / "weights.bin").stat().st_mode & 0o777 == 0o644 & ~umask
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("name", ["fsync", "open", "rename", "mkdir"])
-def test_folder_is_absent_or_complete_after_a_failing_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
-) -> None:
-    for nth in range(1, 50):
-        final = tmp_path / f"step_{nth:06d}"
-        with monkeypatch.context() as patched:
-            calls = fail_at(patched, name, nth, code)
-            try:
-                atomic_files.write_folder(final, FILES, {"step": nth})
-            except OSError as error:
-                assert error.errno == code
-        assert not list(tmp_path.glob(".tmp*"))
-        assert not final.exists() or read_all(final) == FILES
-        if len(calls) < nth:
-            return
-    raise AssertionError("write_folder does not terminate")
-
-
 @pytest.mark.parametrize("name", ["fsync", "open", "replace"])
 def test_replaced_file_is_old_or_new_after_a_failing_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -112,7 +72,7 @@ def test_replaced_file_is_old_or_new_after_a_failing_call(
     for nth in range(1, 50):
         file.write_bytes(b"old")
         with monkeypatch.context() as patched:
-            calls = fail_at(patched, name, nth, errno.EIO)
+            failing = FailingCall(patched, nth, errno.EIO, names=[name])
             try:
                 atomic_files.replace_file(file, b"new")
             except OSError:
@@ -120,16 +80,16 @@ def test_replaced_file_is_old_or_new_after_a_failing_call(
             else:
                 assert file.read_bytes() == b"new"
         assert os.listdir(tmp_path) == ["RUN.json"]
-        if len(calls) < nth:
+        if failing.num_calls < nth:
             return
     raise AssertionError("replace_file does not terminate")
 
 
 def test_failed_fsync_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fail_at(monkeypatch, "fsync", 1, errno.EIO)
+    failing = FailingCall(monkeypatch, 1, errno.EIO, names=["fsync"])
     with pytest.raises(OSError):
         atomic_files.write_folder(tmp_path / "step_000001", FILES, {})
-    assert len(calls) == 1
+    assert failing.num_calls == 1
 
 
 def test_everything_is_synced_before_the_rename(
@@ -206,35 +166,11 @@ def test_malformed_manifest_is_refused(folder: Path, text: str) -> None:
         atomic_files.read_manifest(folder)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["files", "name", "bytes", "sha256", "x"]), inner)
-    ),
-    max_leaves=12,
-)
-
-
-@given(content=JSON)
-@settings(max_examples=200, deadline=None, database=None)
-def test_random_manifest_raises_only_corrupt_error(
-    tmp_path_factory: pytest.TempPathFactory, content: Any
-) -> None:
-    folder = tmp_path_factory.mktemp("random")
-    write_manifest(folder, json.dumps(content))
-    try:
-        atomic_files.read_manifest(folder)
-    except atomic_files.CorruptError:
-        return
-    assert "files" in content
-
-
 @pytest.mark.parametrize("nth", [2, 3])
 def test_error_of_a_file_in_a_folder_has_its_whole_path(
     folder: Path, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    fail_at(monkeypatch, "open", nth, errno.EACCES)
+    FailingCall(monkeypatch, nth, errno.EACCES, names=["open"])
     with pytest.raises(PermissionError) as caught:
         atomic_files.open_regular(folder.parent, folder.name, "weights.bin")
     assert caught.value.filename == str([folder, folder / "weights.bin"][nth - 2])
@@ -280,7 +216,7 @@ def test_sweep_continues_after_a_deep_folder_and_a_link_without_target(tmp_path:
 def test_folder_that_cannot_be_renamed_stays_complete(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_at(monkeypatch, "rename", 1, errno.EACCES)
+    FailingCall(monkeypatch, 1, errno.EACCES, names=["rename"])
     atomic_files.remove_folder(folder)
     assert read_all(folder) == FILES
 
@@ -323,31 +259,3 @@ def test_foreign_json_is_refused_with_value_error(text: str) -> None:
 def test_json_of_the_permitted_depth_is_read() -> None:
     content = atomic_files.parse_object(b'{"a":' * 90 + b'"\\ud83d\\ude42"' + b"}" * 90)
     assert content["a"]
-
-
-# Failpoints.
-
-PROGRAM = """
-from peralta_zmq.atomic_files import failpoint
-for number in range(4):
-    failpoint("test.place")
-    print(number, flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    "plan, code, num_passes",
-    [("x:1,test.place:3", -signal.SIGKILL, 2), ("test.other:1", 0, 4), ("", 0, 4)],
-)
-def test_failpoint_kills_at_the_named_pass_only(plan: str, code: int, num_passes: int) -> None:
-    environment = {**os.environ, atomic_files.FAILPOINT_VARIABLE: plan}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
-    assert (done.returncode, len(done.stdout.split())) == (code, num_passes)
-
-
-@pytest.mark.parametrize("plan", ["send:0", "send:x"])
-def test_failpoint_with_invalid_count_is_refused(plan: str) -> None:
-    with pytest.raises(ValueError):
-        atomic_files.parse_failpoints(plan)

@@ -1,10 +1,13 @@
-"""Damaged files, and arbitrary values for the fields of a message."""
+"""Damaged files, failing system calls, and arbitrary values for the fields of a message."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 
@@ -42,3 +45,30 @@ ANY_VALUE = st.recursive(
     | st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), inner, max_size=3),
     max_leaves=10,
 )  # fmt: skip
+
+CALLS = ["open", "write", "read", "fsync", "close", "rename", "replace", "mkdir", "listdir",
+         "statvfs", "lseek", "unlink", "rmdir", "utime", "scandir"]  # fmt: skip
+
+
+class FailingCall:
+    """Lets the nth call of these functions of `os` fail once, counted together."""
+
+    def __init__(
+        self, patched: pytest.MonkeyPatch, nth: int, code: int, *, names: Sequence[str] = CALLS
+    ) -> None:
+        self.num_calls, self._nth, self._code = 0, nth, code
+        for name in names:
+            patched.setattr(os, name, self._wrap(name))
+
+    def _wrap(self, name: str) -> Callable[..., Any]:
+        function = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls == self._nth:
+                if name == "close":  # a failed close has closed the descriptor
+                    function(*args, **kwargs)
+                raise OSError(self._code, os.strerror(self._code))
+            return function(*args, **kwargs)
+
+        return call

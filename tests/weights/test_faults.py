@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from child_processes import exit_code
+from damage import FailingCall
 from weight_sets import loaded, publish, publish_and_subscribe, same, weights_at
 
 from peralta_zmq import atomic_files
@@ -60,32 +59,6 @@ def test_kill_at_a_failpoint_leaves_an_old_or_a_new_version(tmp_path: Path, name
     assert num_killed >= 1, f"{name} was not reached"
     assert not run_child(tmp_path, "")[0]  # works again
     assert not list((tmp_path / "weights").glob(".tmp-*"))
-
-
-CALLS = ["open", "write", "read", "fsync", "close", "rename", "replace", "mkdir", "listdir",
-         "statvfs", "lseek", "unlink", "rmdir", "utime", "scandir"]  # fmt: skip
-
-
-class FailingCall:
-    """Lets the nth system call fail once."""
-
-    def __init__(self, patched: pytest.MonkeyPatch, nth: int, code: int) -> None:
-        self.num_calls, self._nth, self._code = 0, nth, code
-        for name in CALLS:
-            patched.setattr(os, name, self._wrap(name))
-
-    def _wrap(self, name: str) -> Callable[..., Any]:
-        function = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.num_calls += 1
-            if self.num_calls == self._nth:
-                if name == "close":  # a failed close has closed the descriptor
-                    function(*args, **kwargs)
-                raise OSError(self._code, os.strerror(self._code))
-            return function(*args, **kwargs)
-
-        return call
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EINTR])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -73,17 +72,6 @@ def test_only_a_missing_store_has_no_error(address: str) -> None:
 
 
 # Invalid versions.
-
-
-@pytest.mark.parametrize("name", ["RUN.json", "step_00000001/manifest.json"])
-@pytest.mark.parametrize("depth", [500, 5_000, 100_000])
-def test_nested_json_is_ignored(store: WeightStore, name: str, depth: int) -> None:
-    publish(store, 1)
-    text = '{"a":' * depth + "1" + "}" * depth
-    (store.folder / name).write_text(text)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    (store.folder / "step_00000001" / "STABLE").write_text(digest)
-    assert store.newest() is None
 
 
 @pytest.mark.parametrize("damage", CHANGES)
