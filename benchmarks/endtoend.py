@@ -29,7 +29,7 @@ from peralta_zmq.observe.dashboard.run_files import Tail
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from tools.link_proxy import free_ports
 
-BATCH = 128  # rollouts per step, where a row does not give the number
+BATCH = 128  # rollouts per step
 GOAL, LAST = 0.9, 5  # mean reward, over this number of steps
 BASE = REPO / "peralta_zmq" / "models" / "embedded"
 TIMEOUTS = {"ours": 180.0, "trl": 300.0, "ray_original": 900.0}  # seconds from the command
@@ -46,7 +46,6 @@ class RunResult:
 
     wall: float  # seconds since everything was loaded
     wall_with_start: float  # seconds since the command started
-    rollouts_per_s: float
     bytes_per_update: float
     memory: float  # peak in bytes
     steps: int
@@ -202,12 +201,10 @@ def measured(
     goal = steps_to_goal(rows)
     steps = goal or len(rows)
     ended = rows[steps - 1]["time"]
-    rollouts = sum(row.get("rollouts", BATCH) for row in rows[:steps])
     divisor = steps if per_step else 1
     return RunResult(
         wall=(ended - started) / divisor,
         wall_with_start=(ended - child.started) / divisor,
-        rollouts_per_s=rollouts / (ended - started),
         bytes_per_update=bytes_per_update,
         memory=child.peak_memory,
         steps=steps,
@@ -227,13 +224,10 @@ def comparison(
     )  # fmt: skip
     units = {
         "wall": f"s {goal}", "wall_with_start": f"s {goal}, start included",
-        "memory": "bytes, all processes", "steps": "steps", "rollouts_per_s": "rollouts/s",
-        "bytes_per_update": "bytes",
+        "memory": "bytes, all processes", "steps": "steps", "bytes_per_update": "bytes",
     }  # fmt: skip
     if not any(result.bytes_per_update for result in theirs):
         del units["bytes_per_update"]
     for name, unit in units.items():
         mine, peers = ([float(getattr(each, name)) for each in side] for side in (ours, theirs))
-        yield compared(
-            f"{name}_vs_{peer}", mine, peers, unit, less_is_better=name != "rollouts_per_s"
-        )
+        yield compared(f"{name}_vs_{peer}", mine, peers, unit, less_is_better=True)

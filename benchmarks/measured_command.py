@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -33,7 +32,8 @@ class MeasuredCommand:
     ) -> None:
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         self.peak_memory = 0  # bytes; a page that several processes map counts once
-        self._earlier = set(_family())  # processes of the caller, which go on
+        # Processes of the caller, which go on.
+        self._earlier = set(psutil.Process().children(recursive=True))
         self.started = time.time()
         self.process = subprocess.Popen(
             command, cwd=cwd, env={**os.environ, **environment}, start_new_session=True,
@@ -57,25 +57,19 @@ class MeasuredCommand:
         """Stop all processes: SIGTERM, then SIGKILL after three seconds."""
         self._ended.set()
         self._thread.join()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            _send(number, self.members())
-            ends = time.monotonic() + 3
-            while time.monotonic() < ends and any(map(is_running, self.members())):
-                self.process.poll()
-                time.sleep(0.05)
+        for stop in (psutil.Process.terminate, psutil.Process.kill):
+            members = self.members()
+            for member in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    stop(member)
+            psutil.wait_procs(members, timeout=3)  # also reaps those that this process has adopted
         assert self.process.stdout
         self.process.stdout.close()
         self.process.wait()
-        ends = time.monotonic() + 10
-        while time.monotonic() < ends and (members := self.members()):  # also adopted ones
-            _send(signal.SIGKILL, members)
-            for member in members:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(member, os.WNOHANG)
-            time.sleep(0.02)
 
-    def members(self) -> list[int]:
-        return [member for member in _family() if member not in self._earlier]
+    def members(self) -> list[psutil.Process]:
+        family = psutil.Process().children(recursive=True)
+        return [member for member in family if member not in self._earlier]
 
     def read_output(self) -> str:
         """New standard output since the last call; never blocks."""
@@ -90,27 +84,9 @@ class MeasuredCommand:
                 return
 
 
-def _send(number: int, members: Sequence[int]) -> None:
-    for member in members:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member, number)
-
-
-def _family() -> list[int]:
-    return [process.pid for process in psutil.Process().children(recursive=True)]
-
-
-def is_running(process: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def proportional_bytes(process: int) -> int:
+def proportional_bytes(process: psutil.Process) -> int:
     """Proportional set size (PSS) in bytes: of a page that n processes map, an n-th; 0 if ended."""
     try:
-        return psutil.Process(process).memory_full_info().pss
+        return process.memory_full_info().pss
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return 0
