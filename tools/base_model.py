@@ -7,7 +7,6 @@ Sentences of the held-out file are excluded.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import itertools
 import json
@@ -207,17 +206,11 @@ def build(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train the embedded base model from random weights."
-    )
-    parser.add_argument("--folder", type=Path, default=models.EMBEDDED, help="output folder")
-    parser.add_argument("--steps", type=int, default=Recipe().num_steps, help="training steps")
-    arguments = parser.parse_args()
     models.use_threads()
-    recipe = Recipe(num_steps=arguments.steps)
+    recipe = Recipe()
     texts = lesson_texts(recipe.seed)
-    tokenizer = write_tokenizer(arguments.folder, texts, pieces=PIECES, chat_template=CHAT_TEMPLATE)
-    build(arguments.folder, MODEL, tokenizer, lesson_batches(tokenizer, recipe), recipe)
+    tokenizer = write_tokenizer(models.EMBEDDED, texts, pieces=PIECES, chat_template=CHAT_TEMPLATE)
+    build(models.EMBEDDED, MODEL, tokenizer, lesson_batches(tokenizer, recipe), recipe)
 
 
 if __name__ == "__main__":

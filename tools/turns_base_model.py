@@ -7,11 +7,9 @@ has to find.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -20,14 +18,7 @@ from peralta_zmq import models
 from peralta_zmq.environments import calculator_tool, guess_number
 from peralta_zmq.environments.tool_calls import schema_of
 from peralta_zmq.rollout import Message
-from tools.base_model import (
-    MODEL,
-    NO_TARGET,
-    Recipe,
-    build,
-    padded,
-    write_tokenizer,
-)
+from tools.base_model import MODEL, NO_TARGET, Recipe, build, padded, write_tokenizer
 
 SMALLER = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 384}
 CHAT_TEMPLATE = (
@@ -131,22 +122,12 @@ def transcript_texts(tokenizer_seed: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train the embedded base model for several turns from random weights."
-    )
-    parser.add_argument("--folder", type=Path, default=models.EMBEDDED_TURNS, help="output folder")
-    parser.add_argument("--steps", type=int, default=RECIPE.num_steps, help="training steps")
-    arguments = parser.parse_args()
     models.use_threads()
-    recipe = RECIPE._replace(num_steps=arguments.steps)
-    tokenizer = write_tokenizer(
-        arguments.folder,
-        transcript_texts(recipe.seed),
-        pieces=PIECES,
-        chat_template=CHAT_TEMPLATE,
-    )
-    batches = transcript_batches(tokenizer, recipe)
-    build(arguments.folder, {**MODEL, **SMALLER}, tokenizer, batches, recipe)
+    texts = transcript_texts(RECIPE.seed)
+    folder = models.EMBEDDED_TURNS
+    tokenizer = write_tokenizer(folder, texts, pieces=PIECES, chat_template=CHAT_TEMPLATE)
+    batches = transcript_batches(tokenizer, RECIPE)
+    build(folder, {**MODEL, **SMALLER}, tokenizer, batches, RECIPE)
 
 
 if __name__ == "__main__":
