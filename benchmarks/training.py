@@ -147,12 +147,20 @@ class Setting:
         return 6.0 * (tokens * self._num_body + generated * self._num_head)
 
 
-def random_group(seed: int, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> RolloutGroup:
+def random_group(
+    seed: int,
+    vocab_size: int,
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    num_prompt: int = NUM_PROMPT,
+    run_id: str = "bench",
+) -> RolloutGroup:
+    """A group of completions of these lengths after one prompt; all tokens are random."""
     random = np.random.default_rng(seed)
-    prompt = random.integers(3, vocab_size, NUM_PROMPT)
+    prompt = random.integers(3, vocab_size, num_prompt)
     rollouts = list[Rollout]()
     for number, length in enumerate(lengths):
-        mask = np.arange(NUM_PROMPT + length) >= NUM_PROMPT
+        mask = np.arange(num_prompt + length) >= num_prompt
         rollouts.append(
             Rollout(
                 token_ids=np.concatenate([prompt, random.integers(3, vocab_size, length)]).astype(
@@ -165,7 +173,7 @@ def random_group(seed: int, vocab_size: int, lengths: Sequence[int] = LENGTHS) -
                 finish_reason="stop",
             )
         )
-    return RolloutGroup("bench", "ann", bytes(8), seed, "", "", 0, "", tuple(rollouts))
+    return RolloutGroup(run_id, "ann", bytes(8), seed, "", "", 0, "", tuple(rollouts))
 
 
 def padded(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

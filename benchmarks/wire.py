@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
 import zmq
 
 from benchmarks.harness import REPO, Claim, bounded, compared, interleaved, seconds
+from benchmarks.training import random_group
 from peralta_zmq import wire
-from peralta_zmq.rollout import Completion, Rollout, RolloutGroup, rollout_of
+from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.wire.auth import TRAINER, make_keys
 from peralta_zmq.wire.rollout_sockets import open_socket
 
@@ -39,30 +39,14 @@ def run(*, quick: bool) -> Iterable[Claim]:
     """All claims; `quick` repeats less and sends fewer groups."""
     repeats = 3 if quick else 7
     count = 3000 if quick else 40_000
-    small, large = group_of(4, 21, 31), group_of(16, 200, 180)
+    small = random_group(0, VOCAB_SIZE, (31,) * 4, num_prompt=21, run_id=RUN)
+    large = random_group(0, VOCAB_SIZE, (180,) * 16, num_prompt=200, run_id=RUN)
     with _open_keys() as security:
         for senders in SENDERS:
             few = max(count // 5, 4 * senders)
             rounds = 3 * repeats if senders == 1 else repeats  # two processes may wait in turns
             yield from _rates(large, senders, security, count=few, repeats=rounds)
             yield from _rates(small, senders, security, count=count, repeats=rounds, kind="_small")
-
-
-def group_of(num_rollouts: int, num_prompt: int, num_generated: int) -> RolloutGroup:
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(3, VOCAB_SIZE, num_prompt).astype(np.int32)
-
-    def rollout(reward: float) -> Rollout:
-        logprobs = -rng.exponential(1.0, num_generated).astype(np.float32)
-        tokens = rng.integers(3, VOCAB_SIZE, num_generated).astype(np.int32)
-        steps = np.full(num_generated, 7, np.int32)
-        return rollout_of(Completion(0, prompt, tokens, logprobs, steps, "stop", ""), reward)
-
-    return RolloutGroup(
-        run_id=RUN, generator_id="ann", incarnation=bytes(8), group_number=0,
-        problem_id="math_1k/7", task="calculator", policy_step=7, weights_id="0123456789abcdef",
-        rollouts=tuple(rollout(float(number % 2)) for number in range(num_rollouts)),
-    )  # fmt: skip
 
 
 def _rates(

@@ -17,13 +17,14 @@ from typing import cast
 
 import numpy as np
 
+from benchmarks.training import random_group
 from peralta_zmq import build, models, registry
 from peralta_zmq.build.engines import engine_settings
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.learning.distributed import SINGLE
 from peralta_zmq.memory import Machine, Role
 from peralta_zmq.models import lora
-from peralta_zmq.rollout import Request, Rollout, RolloutGroup
+from peralta_zmq.rollout import Request, RolloutGroup
 from peralta_zmq.trainer import policy
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
@@ -65,24 +66,10 @@ class PeakMemory(threading.Thread):
 
 def group(config: Config, vocab_size: int, *, number: int) -> RolloutGroup:
     """Rollouts of the longest prompts and completions, with different rewards."""
-    random, length = np.random.default_rng(number), config.engine.max_model_len
-    num_prompt = length - config.max_completion_length
-    prompt = random.integers(3, vocab_size, num_prompt)
-    mask = np.arange(length) >= num_prompt
-    rollouts = [
-        Rollout(
-            token_ids=np.concatenate(
-                [prompt, random.integers(3, vocab_size, length - num_prompt)]
-            ).astype(np.int32),
-            loss_mask=mask,
-            logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
-            policy_steps=np.where(mask, 0, -1).astype(np.int32),
-            reward=float(index % 2),
-            finish_reason="stop",
-        )
-        for index in range(config.sampling.num_generations)
-    ]
-    return RolloutGroup("", "ann", bytes(8), number, "", "", 0, "", tuple(rollouts))
+    num_generated = config.max_completion_length
+    lengths = [num_generated] * config.sampling.num_generations
+    num_prompt = config.engine.max_model_len - num_generated
+    return random_group(number, vocab_size, lengths, num_prompt=num_prompt)
 
 
 def mapped_bytes(folder: Path) -> int:
