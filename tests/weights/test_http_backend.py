@@ -173,21 +173,6 @@ def test_http_store_cannot_be_published_to(server: HttpServer) -> None:
         client_of(server).claim("run")
 
 
-def test_server_without_a_token_or_on_a_used_port_is_refused(
-    store: WeightStore, server: HttpServer
-) -> None:
-    with pytest.raises(ConfigError, match=r"set security\.token_file"):
-        serve_weights(store.folder, host="0.0.0.0", port=0, token=None)
-    with pytest.raises(ConfigError, match=r"weights\.serve_port \d+ cannot be used"):
-        serve_weights(store.folder, host="127.0.0.1", port=server.port, token=None)
-
-
-@pytest.mark.parametrize("host", ["203.0.113.7", "eth99", "a..b", "2001:db8::1"])
-def test_bad_wire_bind_is_not_reported_as_a_bad_port(store: WeightStore, host: str) -> None:
-    with pytest.raises(ConfigError, match=f"^wire.bind {host}, port 0 cannot be used"):
-        serve_weights(store.folder, host=host, port=0, token=TOKEN)
-
-
 @pytest.mark.parametrize(
     "address",
     [
