@@ -188,20 +188,24 @@ def all_samplings(config: Config) -> list[Sampling]:
 
 
 def group_sampling(config: Config, *, seed: int) -> Callable[[Problem], GroupSampling]:
-    by_label = {
+    default = GroupSampling(config.sampling.num_generations, make_sampling(config, seed=seed))
+    own = {
         env.label: GroupSampling(
             config.sampling_of(env).num_generations, make_sampling(config, env, seed=seed)
         )
         for env in config.environments
+        if env.sampling
     }
-    return lambda problem: by_label[problem.task]
+    return lambda problem: own.get(problem.task, default)
 
 
 def eval_group_sampling(config: Config, *, seed: int) -> Callable[[Problem], GroupSampling]:
-    by_label = {
+    default = GroupSampling(config.eval.rollouts_per_example, make_eval_sampling(config, seed=seed))
+    own = {
         env.label: GroupSampling(
             config.rollouts_per_example_of(env), make_eval_sampling(config, env, seed=seed)
         )
         for env in config.eval_environments
+        if env.sampling or env.rollouts_per_example or env.eval_sampling
     }
-    return lambda problem: by_label[problem.task]
+    return lambda problem: own.get(problem.task, default)
