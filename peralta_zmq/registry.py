@@ -182,8 +182,8 @@ class Engine(Protocol):
     def drop(self, ids: Collection[int]) -> list[Completion]:
         """End the requests with these indices now, as far as they are in flight.
 
-        Returns the tokens of each as a completion with `is_partial`, which another request can
-        resume (Request.resumes). Requests without a token are left out.
+        Returns the tokens of each as a completion, which another request can resume
+        (Request.resumes). Requests without a token are left out.
         """
         ...
 

@@ -151,7 +151,6 @@ class Completion:
     finish_reason: FinishReason
     text: str  # text of the last turn, without its end token
     has_end_token: bool = False  # whether the last token is an end token
-    is_partial: bool = False  # dropped before its end; another request can resume it
     messages: tuple[Message, ...] = ()  # after the prompt, if the problem has turns
     error: TaskError | None = None  # the reason why an episode could not be continued
 

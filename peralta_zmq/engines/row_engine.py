@@ -106,7 +106,7 @@ class RowEngine:
     def drop(self, ids: Collection[int]) -> list[Completion]:
         self._waiting = [request for request in self._waiting if request.index not in ids]
         rows = self._rows.find(ids)
-        completions = [self._rows.completion(row, is_partial=True) for row in rows]
+        completions = [self._rows.completion(row) for row in rows]
         for row in rows:
             self._remove(row)
         self._reset_if_idle()
@@ -290,7 +290,7 @@ class Rows:
         text = models.text_of(self._tokenizer, self.tokens[row, :length])
         return any(string in text for string in stop)
 
-    def completion(self, row: int, *, is_partial: bool = False) -> Completion:
+    def completion(self, row: int) -> Completion:
         """The completion of a row so far, with its text cut before a stop string or end token."""
         request = self.requests[row]
         length = self.num_tokens[row]
@@ -312,7 +312,6 @@ class Rows:
             finish_reason="stop" if has_stopped else "length",
             text=text[: min(stops, default=None)],
             has_end_token=has_end,
-            is_partial=is_partial,
         )
 
     def find(self, ids: Collection[int]) -> list[int]:

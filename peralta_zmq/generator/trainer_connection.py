@@ -152,7 +152,6 @@ class TrainerConnection:
                 incarnation=self.incarnation,
                 made=self.outbox.next_group_number,
                 lost=self.outbox.num_lost,
-                resent=self.outbox.num_resent,
                 unscored=self.num_unscored,
                 aborted=self.num_aborted,
                 resumed=self.num_resumed,
@@ -262,7 +261,6 @@ class Outbox:
         self.sender = sender  # 'NAME/INCARNATION', as in announcements
         self.next_group_number = 0  # also the number of finished groups
         self.num_lost = 0  # groups dropped because the outbox was full or encoding failed
-        self.num_resent = 0  # groups sent again
         self.must_resend = False  # send all frames again that the trainer has not received
         self._limit = limit
         self._resend_seconds = resend_seconds
@@ -388,7 +386,6 @@ class Outbox:
         if lost := lost.difference(self._queue):
             self._queue = deque(sorted(lost.union(self._queue)))
             self._resent_at = time.monotonic()
-            self.num_resent += len(lost)
 
     def _drop(self, number: int, reason: str) -> None:
         del self.frames[number]

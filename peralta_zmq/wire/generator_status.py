@@ -38,7 +38,6 @@ class GeneratorStatus:
     incarnation: bytes
     made: int = 0  # groups made, including lost groups
     lost: int = 0  # groups dropped: the outbox was full, or they could not be encoded
-    resent: int = 0  # groups sent again
     unscored: int = 0  # groups dropped because a reward could not be computed
     aborted: int = 0  # groups dropped in flight: the engine's process failed, or they became stale
     resumed: int = 0  # interrupted rollouts whose sampling was resumed

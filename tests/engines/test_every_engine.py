@@ -375,20 +375,20 @@ def test_end_tokens_are_those_of_every_file(opener: Opener, source: str) -> None
 
 
 def cut(engine: Engine, sampling: Sampling = GREEDY, num_steps: int = 5) -> list[Completion]:
-    """The completions of four requests after some decode steps, and what `drop` returns."""
-    batch, ended = with_sampling(sampling, requests()[:4]), list[Completion]()
+    """What `drop` returns of four requests after some decode steps."""
+    batch = with_sampling(sampling, requests()[:4])
     engine.submit(batch)
     for _ in range(num_steps):
-        ended += engine.advance()
-    ended += engine.drop([request.index for request in batch])
+        engine.advance()
+    partial = engine.drop([request.index for request in batch])
     assert engine.num_free() == 4
-    return sorted(ended, key=lambda each: each.index)
+    return sorted(partial, key=lambda each: each.index)
 
 
 def resumed(
     engine: Engine, partial: Iterable[Completion], sampling: Sampling = GREEDY
 ) -> list[Completion]:
-    partial_of = {each.index: each for each in partial if each.is_partial}
+    partial_of = {each.index: each for each in partial}
     batch = [replace(each, resumes=partial_of.get(each.index)) for each in requests()]
     return sampled(engine, sampling, batch)
 
@@ -397,7 +397,7 @@ def test_drop_returns_completions_in_flight_with_their_tokens(opener: Opener) ->
     engine = opener(sharp_model(), step=3)
     whole = sampled(engine, GREEDY)  # none of them has an end token
     partial = cut(engine)
-    assert [each.index for each in partial if each.is_partial] == [0, 1, 2, 3]
+    assert [each.index for each in partial] == [0, 1, 2, 3]
     for each, complete in zip(partial, whole, strict=False):
         length = len(each.token_ids)
         assert 4 < length < 8 and each.token_ids.tolist() == complete.token_ids[:length].tolist()
@@ -421,12 +421,11 @@ def test_resumed_completion_equals_the_uninterrupted_one(
     engine = opener(model)
     whole = sampled(engine, sampling)
     partial = cut(engine, sampling, num_steps=2)
-    assert partial[0].is_partial
+    assert partial[0].index == 0
     again = resumed(engine, partial, sampling)
     assert tokens(again) == tokens(whole)
     assert [each.text for each in again] == [each.text for each in whole]
     assert [each.finish_reason for each in again] == [each.finish_reason for each in whole]
-    assert not any(each.is_partial for each in again)
     assert_exact_logprobs(again, trainer_logprobs(sharp_model(), again))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ class ScriptedEngine:
     def drop(self, ids: Collection[int]) -> list[Completion]:
         dropped = [self.in_flight.pop(index) for index in ids if index in self.in_flight]
         return [
-            replace(completion_of(each, self.partial[each.index]), is_partial=True)
+            completion_of(each, self.partial[each.index])
             for each in dropped
             if each.index in self.partial
         ]

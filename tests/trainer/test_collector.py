@@ -356,7 +356,7 @@ def granted_ends(folder: Path, step: int) -> list[int]:
 def test_restarted_trainer_grants_no_sample_again(stack: ExitStack, tmp_path: Path) -> None:
     scene = opened(stack, tmp_path, groups=1)
     assert range_of(scene, stack, ANN) == range(16)
-    repeated = dataclasses.replace(ANN, resent=1)
+    repeated = dataclasses.replace(ANN, made=1)
     assert range_of(scene, stack, repeated) == range(16)  # the announcement was lost
     confirmed = dataclasses.replace(ANN, next_sample_index=16)
     assert range_of(scene, stack, confirmed) == range(16, 32)

@@ -26,7 +26,7 @@ from peralta_zmq.wire.rollout_sockets import ready
 
 msgpack: Any = partly_annotated_msgpack
 STATUS = wire.GeneratorStatus(
-    RUN, "ann", INCARNATION, made=7, lost=1, resent=3, unscored=2, aborted=5, resumed=6,
+    RUN, "ann", INCARNATION, made=7, lost=1, unscored=2, aborted=5, resumed=6,
     step=4, tokens_per_s=123.5, blocked_frac=0.25, queue_frac=0.125, reload_s=0.5,
     wants_keyframe=True, store_error="denied", announcement_reconnects=1, rollout_reconnects=2,
     last=True, worker_info={"python": "3.11", "device": "cpu"},

@@ -158,7 +158,7 @@ class VllmEngine:
             index: request for index, request in self._waiting.items() if index not in ids
         }
         rows = self._rows.find(ids)
-        completions = [self._rows.completion(row, is_partial=True) for row in rows]
+        completions = [self._rows.completion(row) for row in rows]
         for row in rows:
             self._rows.remove(row)
         self._dropped += ids
