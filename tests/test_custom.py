@@ -18,7 +18,7 @@ from peralta_zmq.build import components
 from peralta_zmq.build.environments import make_reward_functions, make_reward_pool
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.environments.dataset import load_problems
-from peralta_zmq.environments.reward_pool import LocalRewards
+from peralta_zmq.environments.reward_pool import LocalFunctions
 from peralta_zmq.rollout import Message, Problem, Rollout, Score
 
 TEXT = (Path(__file__).parents[1] / "docs" / "custom.md").read_text("utf-8")
@@ -117,7 +117,7 @@ def test_task_reward_has_named_parts(tmp_path: Path) -> None:
     problem = next(each for each in made if each.id == "2+3")
     assert isinstance(problem, Problem)
     with closing(make_reward_pool(config, is_verifier=False)) as pool:
-        rewards = LocalRewards(functions_of(config, task, problem), pool)
+        rewards = LocalFunctions(functions_of(config, task, problem), pool)
         assert rewards.score(problem, [" 5 ", "five"], [(), ()]).result() == [
             Score(1.1, {"right": 1.0, "short": 0.1}), Score(0.0, {"right": 0.0, "short": 0.0}),
         ]  # fmt: skip
@@ -128,7 +128,7 @@ def test_reward_functions_have_weights(tmp_path: Path) -> None:
     task = task_of(config)
     problem = Problem("1", "calculator", (), "2 + 3")
     with closing(make_reward_pool(config, is_verifier=False)) as pool:
-        rewards = LocalRewards(functions_of(config, task, problem), pool)
+        rewards = LocalFunctions(functions_of(config, task, problem), pool)
         scores = rewards.score(problem, ["5", "thanks"], [(5,), (6, 7)]).result()
     assert [score.rewards for score in scores] == [
         {"task": 1.0, "polite": 0.0, "shortest": 1.0},
@@ -150,7 +150,7 @@ def test_task_with_turns_calls_tools_and_replies(tmp_path: Path) -> None:
         ]
         assert environments.reward(problem, "11") == 1.0
         messages = [Message("assistant", text) for text in (call, "11")]
-        scores = environments.reward_sources[problem.task].score(problem, ["11"], [()], [messages])
+        scores = environments.functions[problem.task].score(problem, ["11"], [()], [messages])
         assert scores.result() == [Score(1.0, {}, (0.1, 0.0))]
     numbers = [Message("user", "Answer with a number.")]
     assert replies == [[Message("tool", "3", "price")], numbers, None]
@@ -161,6 +161,6 @@ def test_reward_setting_replaces_the_task_reward() -> None:
     task = task_of(config)
     problem = Problem("1", "calculator", (), "2 + 3")
     with closing(make_reward_pool(config, is_verifier=False)) as pool:
-        rewards = LocalRewards(functions_of(config, task, problem), pool)
+        rewards = LocalFunctions(functions_of(config, task, problem), pool)
         scores = rewards.score(problem, ["3 + 2", "3 + 2        "], [(), ()]).result()
         assert scores == [Score(1.0), Score(0.5)]

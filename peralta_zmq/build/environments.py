@@ -19,8 +19,7 @@ from peralta_zmq.environments import rows_task
 from peralta_zmq.environments.data_files import DataRow, read_rows
 from peralta_zmq.environments.dataset import (
     Environments,
-    ReplySource,
-    RewardSource,
+    Functions,
     labeled_problem,
     load_problems,
 )
@@ -30,11 +29,7 @@ from peralta_zmq.environments.reward_functions import (
     group_arguments,
     is_group_function,
 )
-from peralta_zmq.environments.reward_pool import (
-    LocalReplies,
-    LocalRewards,
-    RewardPool,
-)
+from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.environments.verifier_client import RemoteEnvironment
 from peralta_zmq.errors import ConfigError, TaskError, did_you_mean
@@ -60,8 +55,7 @@ def open_environments(
     sections = config.environments if split == "train" else config.eval_environments
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
-    reward_sources: dict[str, RewardSource] = {}
-    reply_sources: dict[str, ReplySource] = {}
+    functions: dict[str, Functions] = {}
     pool = make_reward_pool(config, is_verifier=local)
     for env in sections:
         is_remote = env.address is not None and not local
@@ -78,23 +72,19 @@ def open_environments(
         )
         loaded = loaded if limit < 0 else loaded[:limit]
         if isinstance(source, RemoteEnvironment):
-            reward_sources[env.label] = source
-            if source.has_turns:
-                reply_sources[env.label] = source
+            functions[env.label] = source
         else:
-            functions = make_reward_functions(config, env, source, example=loaded[0])
-            if any(each.function is rows_task.reward for each in functions):
+            rewards = make_reward_functions(config, env, source, example=loaded[0])
+            if any(each.function is rows_task.reward for each in rewards):
                 rows_task.check_answers(loaded)
-            reward_sources[env.label] = LocalRewards(functions, pool)
-            if turns := turns_of(source):  # some tasks have them after loading
-                reply_sources[env.label] = LocalReplies(turns, pool)
+            turns = turns_of(source)  # some tasks have them after loading
+            functions[env.label] = LocalFunctions(rewards, pool, turns)
             # A verifier has labeled its problems.
             loaded = [labeled_problem(problem, env.label) for problem in loaded]
-        replies = reply_sources.get(env.label)
-        variables = _template_variables(env, replies.schemas if replies else ())
+        variables = _template_variables(env, functions[env.label].schemas)
         problems += [replace(problem, chat_template_kwargs=variables) for problem in loaded]
         sizes[env.label] = len(loaded)
-    return Environments(sizes, tuple(problems), reward_sources, pool, reply_sources)
+    return Environments(sizes, tuple(problems), functions, pool)
 
 
 def _template_variables(env: EnvSection, schemas: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

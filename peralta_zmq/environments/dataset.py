@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import length_hint
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -23,9 +23,12 @@ Parsed = TypeVar("Parsed")
 logger = logging.getLogger(__name__)
 
 
-class RewardSource(Protocol):
-    """Rewards of an environment: `identity` is equal for equal functions, `has_room` is False while
-    too many completions wait.
+class Functions(Protocol):
+    """Rewards and replies of an environment.
+
+    `identity` is equal for equal functions, `has_room` is False while too many completions wait.
+    A method's future has a RewardError if a function failed, and a TaskError if no result can be
+    computed at all.
     """
 
     @property
@@ -34,6 +37,14 @@ class RewardSource(Protocol):
     @property
     def has_room(self) -> bool: ...
 
+    @property
+    def has_turns(self) -> bool: ...
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Those of the tools."""
+        ...
+
     def score(
         self,
         problem: Problem,
@@ -41,49 +52,31 @@ class RewardSource(Protocol):
         token_ids: Sequence[Sequence[int]],
         messages: Sequence[Sequence[Message]] = (),
     ) -> Future[list[Score]]:
-        """The scores of completions, in order, or a RewardError if any of them failed.
+        """The scores of completions, in order.
 
-        `messages` are those after the prompt, of a problem with several turns. The future has a
-        TaskError if no reward can be computed at all.
+        `messages` are those after the prompt, of a problem with several turns.
         """
+        ...
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
+        """The messages that follow a completion, the last of `messages`; None ends the episode."""
         ...
 
     def close(self) -> None: ...
 
 
-class ReplySource(Protocol):
-    @property
-    def identity(self) -> str: ...
-
-    @property
-    def has_room(self) -> bool: ...
-
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
-
-    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        """The messages that follow a completion, the last of `messages`; None ends the episode.
-
-        Errors are as for RewardSource.score.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """Problems and reward functions of all environments. Use with `closing`."""
+    """Problems and functions of all environments. Use with `closing`."""
 
     sizes: Mapping[str, int]  # number of problems by label of the environment
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
-    reward_sources: Mapping[str, RewardSource]  # by label, which is the `task` of its problems
-    pool: RewardPool  # of the reward sources on this machine
-    # By label; only tasks with several turns have one.
-    reply_sources: Mapping[str, ReplySource] = field(default_factory=dict[str, ReplySource])
+    functions: Mapping[str, Functions]  # by label, which is the `task` of its problems
+    pool: RewardPool  # of the functions on this machine
 
     @property
     def has_room(self) -> bool:
-        sources = (*self.reward_sources.values(), *self.reply_sources.values())
-        return all(source.has_room for source in sources)
+        return all(functions.has_room for functions in self.functions.values())
 
     def score(self, problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
         for completion in completions:
@@ -94,23 +87,22 @@ class Environments:
         texts = [completion.text for completion in completions]
         token_ids = [completion.token_ids.tolist() for completion in completions]
         messages = [each.messages for each in completions] if self.has_turns(problem) else ()
-        return self.reward_sources[problem.task].score(problem, texts, token_ids, messages)
+        return self.functions[problem.task].score(problem, texts, token_ids, messages)
 
     def reward(self, problem: Problem, text: str) -> float:
         """The reward of a completion without token ids. Raises RewardError or TaskError."""
-        (score,) = self.reward_sources[problem.task].score(problem, [text], [()]).result()
+        (score,) = self.functions[problem.task].score(problem, [text], [()]).result()
         return score.reward
 
     def has_turns(self, problem: Problem) -> bool:
-        return problem.task in self.reply_sources
+        return self.functions[problem.task].has_turns
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        return self.reply_sources[problem.task].reply(problem, messages)
+        return self.functions[problem.task].reply(problem, messages)
 
     def close(self) -> None:
-        self.pool.close()
-        for source in self.reward_sources.values():
-            source.close()
+        for functions in self.functions.values():
+            functions.close()
 
     @property
     def digest(self) -> bytes:

@@ -59,7 +59,7 @@ class RewardFunction:
         token_ids: Sequence[Sequence[int]],
         messages: Sequence[Sequence[Message]] = (),
     ) -> list[RewardCall]:
-        """The calls that score the completions of a problem; arguments as in RewardSource.score."""
+        """The calls that score the completions of a problem; arguments as in Functions.score."""
         common = self.name, self.is_async, self.takes_group, self.options, problem
         if self.takes_group:
             return [RewardCall(*common, tuple(texts), tuple(token_ids), tuple(messages))]

@@ -143,24 +143,21 @@ class _Workers:
         self.workers = workers
         self.num_unfinished = 0  # completions
         self._num_running = 0
-        self._idle: asyncio.Queue[_Worker] | None = None
+        # Last in, first out: no more processes are started than there are calls at a time.
+        self._idle = asyncio.LifoQueue[_Worker]()
+        for worker in workers:
+            self._idle.put_nowait(worker)
 
     @property
     def num_waiting(self) -> int:
         return max(0, self.num_unfinished - self._num_running)
 
     async def call(self, call: WorkerCall) -> Any:
-        if self._idle is None:
-            # Last in, first out: no more processes are started than there are calls at a time.
-            self._idle = asyncio.LifoQueue()
-            for worker in self.workers:
-                self._idle.put_nowait(worker)
         worker = await self._idle.get()
         # A cancelled call still occupies its worker until it ends.
         return await asyncio.shield(asyncio.ensure_future(self._call(worker, call)))
 
     async def _call(self, worker: _Worker, call: WorkerCall) -> Any:
-        assert self._idle is not None
         self._num_running += call.num_completions
         try:
             return await worker.call(call)
@@ -178,11 +175,10 @@ class _Worker:
         self._awaits = awaits
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = count()  # of requests
-        self._starting: asyncio.Lock | None = None  # held while the process or a function is loaded
+        self._starting = asyncio.Lock()  # held while the process or a function is loaded
 
     async def call(self, call: WorkerCall) -> Any:
         """The result of a call. Raises RewardError if it fails, TaskError if it cannot start."""
-        self._starting = self._starting or asyncio.Lock()
         async with self._starting:
             if self._process is None:
                 await self._start()
@@ -270,18 +266,36 @@ def _check_ended(name: str, reply: object) -> None:
         raise RewardUnavailableError(f"the worker of reward function {name} {reply}")
 
 
-class LocalRewards:
-    def __init__(self, functions: Sequence[RewardFunction], pool: RewardPool) -> None:
-        self._functions = tuple(functions)
+class LocalFunctions:
+    """The reward functions of an environment, and with several turns the functions of a task for
+    them; implements dataset.Functions. Environments share the pool.
+    """
+
+    def __init__(
+        self, rewards: Sequence[RewardFunction], pool: RewardPool, turns: Turns | None = None
+    ) -> None:
+        self.rewards = tuple(rewards)
+        self._turns = turns
         self._pool = pool
 
     @property
     def identity(self) -> str:
-        return repr([(each.name, each.weight, dict(each.options)) for each in self._functions])
+        rewards = [(each.name, each.weight, dict(each.options)) for each in self.rewards]
+        return repr((rewards, self._turns))
+
+    @property
+    def has_turns(self) -> bool:
+        return self._turns is not None
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        return self._turns.schemas if self._turns else ()
 
     @property
     def has_room(self) -> bool:
-        kinds = {each.is_async for each in self._functions if not each.is_bounded}
+        kinds = {each.is_async for each in self.rewards if not each.is_bounded}
+        if self._turns:
+            kinds.add(self._turns.is_async)
         return all(self._pool.has_room(is_async=is_async) for is_async in kinds)
 
     def score(
@@ -293,7 +307,7 @@ class LocalRewards:
     ) -> Future[list[Score]]:
         calls = [
             (function, call)
-            for function in self._functions
+            for function in self.rewards
             for call in function.calls(problem, texts, token_ids, messages)
         ]
         pooled = [call for function, call in calls if not function.is_bounded]
@@ -305,7 +319,7 @@ class LocalRewards:
                 column = columns.setdefault(function.label, [])
                 column += next(remaining) if rewards is None else rewards
             rows = zip(*columns.values(), strict=True)
-            return [score_of(problem, self._functions, row) for row in rows]
+            return [score_of(problem, self.rewards, row) for row in rows]
 
         try:
             bounded = [
@@ -318,32 +332,15 @@ class LocalRewards:
         except TaskError as error:
             return _finished(error)
 
-    def close(self) -> None:
-        """Nothing to do: the pool, which environments share, is closed by its owner."""
-
-
-class LocalReplies:
-    def __init__(self, turns: Turns, pool: RewardPool) -> None:
-        self._turns = turns
-        self._pool = pool
-
-    @property
-    def identity(self) -> str:
-        return repr(self._turns)
-
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        return self._turns.schemas
-
-    @property
-    def has_room(self) -> bool:
-        return self._pool.has_room(is_async=self._turns.is_async)
-
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
+        assert self._turns is not None
         call = self._turns.call(problem, messages, tool_seconds=self._pool.timeout_seconds)
         if call is None:
             return _finished(None)
         return self._pool.submit([call], lambda results: results[0])
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 def _finished(result: Result | TaskError) -> Future[Result]:

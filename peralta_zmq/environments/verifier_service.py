@@ -36,7 +36,7 @@ from starlette.routing import Route
 from peralta_zmq.addresses import read_private_token
 from peralta_zmq.build import dry_run, fitted_settings, open_environments
 from peralta_zmq.config import Config
-from peralta_zmq.environments.dataset import Environments, ReplySource, RewardSource
+from peralta_zmq.environments.dataset import Environments, Functions
 from peralta_zmq.environments.verifier_client import (
     ProblemsResponse,
     ReplyRequest,
@@ -158,7 +158,7 @@ class Verifier:
         if env not in environments.sizes:
             names = ", ".join(environments.sizes)
             raise HTTPException(404, f"no environment {env!r:.40}; there are {names}")
-        replies = environments.reply_sources.get(env)
+        functions = environments.functions[env]
         response = ProblemsResponse(
             problems=[
                 replace(problem, answer=problem.id, info={}, chat_template_kwargs={})
@@ -166,8 +166,8 @@ class Verifier:
                 if problem.task == env
             ],
             digest=self._digests[env, split],
-            has_turns=replies is not None,
-            tools=[dict(schema) for schema in replies.schemas] if replies else [],
+            has_turns=functions.has_turns,
+            tools=[dict(schema) for schema in functions.schemas],
         )
         return Response(response.model_dump_json(), media_type="application/json")
 
@@ -180,11 +180,11 @@ class Verifier:
         if not num_calls == len(ids) == len(episodes):
             raise HTTPException(400, "the lists of completions, ids and messages differ in length")
         environments, problem = self._find(form.env, form.problem, form.digest)
-        source = environments.reward_sources[form.env]
+        functions = environments.functions[form.env]
         turns = episodes if any(episodes) else ()
         scores = await self._result(
-            source,
-            lambda: source.score(problem, form.completions, ids, turns),
+            functions,
+            lambda: functions.score(problem, form.completions, ids, turns),
             num_calls=num_calls,
         )
         return _json({"scores": [score._asdict() for score in scores]})
@@ -193,11 +193,11 @@ class Verifier:
         """The messages that follow a completion, the last of the messages in the request."""
         form = await _read(request, ReplyRequest)
         environments, problem = self._find(form.env, form.problem, form.digest)
-        source = environments.reply_sources.get(form.env)
-        if source is None:
+        functions = environments.functions[form.env]
+        if not functions.has_turns:
             raise HTTPException(404, f"{form.env!r:.40} has only one turn")
         messages = [*problem.messages, *form.messages]
-        reply = await self._result(source, lambda: source.reply(problem, messages))
+        reply = await self._result(functions, lambda: functions.reply(problem, messages))
         response = ReplyResponse(messages=reply).model_dump_json()
         return Response(response, media_type="application/json")
 
@@ -221,15 +221,15 @@ class Verifier:
 
     async def _result(
         self,
-        source: RewardSource | ReplySource,
+        functions: Functions,
         start: Callable[[], Future[Result]],
         *,
         num_calls: int = 1,
     ) -> Result:
-        """The result of the future of `start`, a call of `source`. Raises HTTPException."""
+        """The result of the future of `start`, a call of `functions`. Raises HTTPException."""
         # In a thread, since functions with a bounded duration are called at once.
         async with self._starting:
-            if not source.has_room:
+            if not functions.has_room:
                 raise HTTPException(503, "busy")
             future = await run_in_threadpool(start)
         waiting = asyncio.wrap_future(future)
@@ -246,13 +246,10 @@ class Verifier:
             raise HTTPException(422, str(error)) from None
 
     def _digest(self, env: str, split: str) -> str:
-        """Identifies the problems of an environment, with their answers and reward function."""
+        """Identifies the problems of an environment, with their answers and functions."""
         environments = self._splits[split]
         problems = [problem for problem in environments.problems if problem.task == env]
-        sources: list[RewardSource | ReplySource] = [environments.reward_sources[env]]
-        if env in environments.reply_sources:
-            sources.append(environments.reply_sources[env])
-        identity = repr((problems, [source.identity for source in sources]))
+        identity = repr((problems, environments.functions[env].identity))
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 

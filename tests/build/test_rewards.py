@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 from config_files import load_toml
@@ -11,7 +12,7 @@ from user_modules import UserModules
 
 from peralta_zmq.build import open_environments
 from peralta_zmq.environments.reward_functions import RewardFunction
-from peralta_zmq.environments.reward_pool import LocalRewards
+from peralta_zmq.environments.reward_pool import LocalFunctions
 from peralta_zmq.errors import ConfigError
 
 FUNCTIONS = """
@@ -37,9 +38,8 @@ def functions(user_modules: UserModules) -> None:
 
 def functions_of(folder: Path, text: str) -> dict[str, tuple[RewardFunction, ...]]:
     with closing(open_environments(load_toml(folder, text), "eval")) as environments:
-        sources = environments.reward_sources
-        assert all(isinstance(source, LocalRewards) for source in sources.values())
-        return {name: source._functions for name, source in sources.items()}  # type: ignore[attr-defined]
+        functions = environments.functions
+        return {name: cast(LocalFunctions, each).rewards for name, each in functions.items()}
 
 
 MIXED = """

@@ -23,7 +23,7 @@ from user_modules import UserModules
 
 from peralta_zmq.environments import calculator, reward_pool, reward_worker
 from peralta_zmq.environments.reward_functions import RewardFunction
-from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
+from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 from peralta_zmq.errors import RewardError, TaskError
 from peralta_zmq.rollout import Message, Problem, Score
 
@@ -105,11 +105,11 @@ def pool_of(**options: Any) -> RewardPool:
     return RewardPool(**{**defaults, **options})
 
 
-def rewards_by(function: Any, pool: RewardPool, **options: Any) -> LocalRewards:
-    return LocalRewards([RewardFunction(function, options)], pool)
+def rewards_by(function: Any, pool: RewardPool, **options: Any) -> LocalFunctions:
+    return LocalFunctions([RewardFunction(function, options)], pool)
 
 
-def score(source: LocalRewards, texts: Sequence[str]) -> Future[list[Score]]:
+def score(source: LocalFunctions, texts: Sequence[str]) -> Future[list[Score]]:
     return source.score(PROBLEM, texts, [()] * len(texts))
 
 
@@ -117,7 +117,7 @@ def rewards(future: Future[list[Score]]) -> list[float]:
     return [each.reward for each in future.result()]
 
 
-def reward(source: LocalRewards, text: str) -> float:
+def reward(source: LocalFunctions, text: str) -> float:
     (reward,) = rewards(score(source, [text]))
     return reward
 
@@ -227,7 +227,7 @@ def test_full_queue_has_no_room_until_calls_end(task: ModuleType, pool: RewardPo
 def test_group_functions_fill_the_queue_by_completions(task: ModuleType, pool: RewardPool) -> None:
     """Awaited calls of whole groups run at the same time; only waiting ones count."""
     function = RewardFunction(task.judge_all, takes_group=True)
-    source = LocalRewards([function], pool)
+    source = LocalFunctions([function], pool)
     futures = [score(source, ["8"] * 3) for _ in range(4)]  # as many as are awaited at a time
     until(lambda: pool.num_waiting == 0)
     assert source.has_room
@@ -290,9 +290,9 @@ sys.path.remove("")
 from peralta_zmq.imports import import_object
 from peralta_zmq.rollout import Problem
 from peralta_zmq.environments.reward_functions import RewardFunction
-from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
+from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=60, queue_limit=1)
-source = LocalRewards([RewardFunction(import_object(sys.argv[1]))], pool)
+source = LocalFunctions([RewardFunction(import_object(sys.argv[1]))], pool)
 future = source.score(Problem("7", "mine", (), "4"), [sys.argv[2]], [()])
 print(future.result(), flush=True)
 sys.stdin.read()
@@ -335,7 +335,7 @@ def test_worker_ends_with_its_connection_without_a_traceback(
 
 def test_bounded_reward_runs_in_this_process(pool: RewardPool) -> None:
     problem = Problem("1", "calculator", (), "2 + 3")
-    source = LocalRewards([RewardFunction(calculator.reward, is_bounded=True)], pool)
+    source = LocalFunctions([RewardFunction(calculator.reward, is_bounded=True)], pool)
     future = source.score(problem, ["3 + 2", "7"], [(), ()])
     assert future.done() and rewards(future) == [1.0, 0.0]
     with pytest.raises(RewardError, match="two"):
@@ -382,7 +382,7 @@ def test_functions_of_all_kinds_are_combined(task: ModuleType, pool: RewardPool)
     ]
     assert task.__file__ is not None
     Path(task.__file__).with_name("4").touch()
-    future = LocalRewards(functions, pool).score(PROBLEM, ["4", "4"], [(5, 6), (7,)])
+    future = LocalFunctions(functions, pool).score(PROBLEM, ["4", "4"], [(5, 6), (7,)])
     assert future.result() == [
         Score(1 + 0.5 + 2 * 1 - 2, {"own": 1, "waits": 1, "judge": 1, "length": 2}),
         Score(1 + 0.5 - 1, {"own": 1, "waits": 1, "length": 1}),
@@ -393,7 +393,7 @@ def test_functions_share_workers_but_not_options(task: ModuleType, pool: RewardP
     small, large = (rewards_by(task.with_bonus, pool, bonus=bonus) for bonus in (2, 5))
     for _ in range(2):
         assert (reward(small, "anything"), reward(large, "anything")) == (3.0, 6.0)
-    bounded = LocalRewards([RewardFunction(task.with_bonus, {"bonus": 5}, is_bounded=True)], pool)
+    bounded = LocalFunctions([RewardFunction(task.with_bonus, {"bonus": 5}, is_bounded=True)], pool)
     assert reward(bounded, "anything") == 6.0
     by_default = rewards_by(task.reward, pool)
     pids = {reward(rewards_by(task.reward, pool), "pid"), reward(by_default, "pid")}

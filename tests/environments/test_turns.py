@@ -20,7 +20,7 @@ from user_modules import UserModules
 
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction, outcome
-from peralta_zmq.environments.reward_pool import LocalReplies, LocalRewards, RewardPool
+from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 from peralta_zmq.environments.turns import Turns, turns_of
 from peralta_zmq.errors import RewardError, TaskError
 from peralta_zmq.rollout import Message, Problem
@@ -93,7 +93,7 @@ def turns_with(task: ModuleType, *names: str) -> Turns:
 
 def reply(pool: RewardPool, turns: Turns, text: str) -> list[Message] | None:
     messages = [*PROBLEM.messages, Message("assistant", text)]
-    return LocalReplies(turns, pool).reply(PROBLEM, messages).result()
+    return LocalFunctions([], pool, turns).reply(PROBLEM, messages).result()
 
 
 def call_of(name: str, **arguments: Any) -> str:
@@ -142,10 +142,8 @@ def test_waiting_replies_leave_no_room_for_a_bounded_reward(
     task: ModuleType, pool: RewardPool
 ) -> None:
     reward = RewardFunction(lambda problem, text: 1.0, {}, True)
-    replies = LocalReplies(turns_with(task, "reply"), pool)
-    environments = Environments(
-        {"mine": 1}, (PROBLEM,), {"mine": LocalRewards([reward], pool)}, pool, {"mine": replies}
-    )
+    functions = LocalFunctions([reward], pool, turns_with(task, "reply"))
+    environments = Environments({"mine": 1}, (PROBLEM,), {"mine": functions}, pool)
     messages = [*PROBLEM.messages, Message("assistant", "hang")]
     assert environments.has_room
     for _ in range(5):  # one in the worker and four in the queue
@@ -216,13 +214,13 @@ def test_orphans_of_a_tool_end_with_the_call(task: ModuleType, pool: RewardPool)
 
 HANGING_TOOL = """
 import sys, types, replying_task as task
-from peralta_zmq.environments.reward_pool import LocalReplies, RewardPool
+from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.rollout import Message, Problem
 pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=60, queue_limit=4)
 turns = turns_of(types.SimpleNamespace(tools=[task.hang]))
 message = Message("assistant", '<tool_call>{"name": "hang"}</tool_call>')
-LocalReplies(turns, pool).reply(Problem("7", "mine", (), ""), [message])
+LocalFunctions([], pool, turns).reply(Problem("7", "mine", (), ""), [message])
 sys.stdin.read()
 pool.close()
 """

@@ -15,7 +15,7 @@ from verifier_servers import PROBLEM, FixedResponse, remote, remote_at, reward_o
 
 from peralta_zmq.config import load_config
 from peralta_zmq.environments import calculator
-from peralta_zmq.environments.reward_pool import LocalRewards
+from peralta_zmq.environments.reward_pool import LocalFunctions
 from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
 from peralta_zmq.rollout import Message
@@ -147,7 +147,7 @@ def test_busy_verifier_is_asked_again(monkeypatch: pytest.MonkeyPatch, verifier:
     full = iter([False, False, True])
     environment = remote(verifier)
     problem = next(environment.problems("train", 0))
-    monkeypatch.setattr(LocalRewards, "has_room", property(lambda _: next(full)))
+    monkeypatch.setattr(LocalFunctions, "has_room", property(lambda _: next(full)))
     assert reward_of(environment, problem, "no sum") == 0.0
 
 

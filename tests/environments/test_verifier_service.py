@@ -201,7 +201,7 @@ def test_remote_task_with_turns_has_equal_replies_tools_and_rewards(
                 far.reply(problem, [*problem.messages, Message("assistant", "raise")]).result()
             episode = (Message("assistant", "44"), Message("tool", "1", "add"))
             arguments = ["3"], [(5,)], [(*episode, Message("assistant", "3"))]
-            (score,) = far.reward_sources["game"].score(problem, *arguments).result()
+            (score,) = far.functions["game"].score(problem, *arguments).result()
             assert score == Score(5.0, {"task": 1.0, "contents": 4.0})
 
 

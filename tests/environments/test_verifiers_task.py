@@ -388,7 +388,7 @@ def test_stop_function_ends_an_episode_with_tools() -> None:
 
 
 def scored(environments: Any, problem: Problem, messages: Sequence[Message]) -> Score:
-    source = environments.reward_sources["verifiers:my_tools"]
+    source = environments.functions["verifiers:my_tools"]
     (score,) = source.score(problem, [messages[-1].content], [()], [tuple(messages)]).result()
     return score
 

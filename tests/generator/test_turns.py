@@ -24,7 +24,7 @@ from peralta_zmq import models, wire
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
-from peralta_zmq.environments.reward_pool import LocalReplies, LocalRewards, RewardPool
+from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import RewardError
 from peralta_zmq.generator.trainer_connection import Sockets
@@ -114,13 +114,11 @@ class Game:
         if own_reward:
             functions.append(RewardFunction(getattr(self._module, own_reward), label="task"))
         turns = turns_of(self._module)
-        assert turns is not None
         environments = Environments(
             {"mine": 1},
             (PROBLEM,),
-            {"mine": LocalRewards(functions, pool)},
+            {"mine": LocalFunctions(functions, pool, turns)},
             pool,
-            {"mine": LocalReplies(turns, pool)},
         )
         self.generator = self._start(environments)
         with closing(environments):

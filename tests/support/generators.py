@@ -15,7 +15,7 @@ from peralta_zmq.config import Config
 from peralta_zmq.engines import Sampler
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
-from peralta_zmq.environments.reward_pool import LocalRewards, RewardPool
+from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 from peralta_zmq.generator.evaluation_groups import EvaluationGroups
 from peralta_zmq.generator.generator import Generator, outbox_limit
 from peralta_zmq.generator.scoring import ScoringQueue
@@ -105,7 +105,7 @@ def apply_until(engine: Any, subscriber: WeightSubscriber, version: Version, ste
 def environments_of(reward: Any, *, bounded: bool = True, queue_limit: int = 9) -> Environments:
     """One environment with one problem."""
     pool = RewardPool(num_workers=1, concurrency=1, timeout_seconds=9, queue_limit=queue_limit)
-    rewards = LocalRewards([RewardFunction(reward, is_bounded=bounded)], pool)
+    rewards = LocalFunctions([RewardFunction(reward, is_bounded=bounded)], pool)
     return Environments({"mine": 1}, (PROBLEM,), {"mine": rewards}, pool)
 
 
