@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from itertools import count as count_from
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -68,35 +67,6 @@ class ProblemSampler:
         """Entry `index` of an endless sequence of shuffled epochs of `size` problems."""
         epoch, within = divmod(index, size)
         return problem_order(size, seed=self._seed, epoch=epoch, name=name)[within]
-
-
-def assigned_samples(
-    sampler: ProblemSampler,
-    sample_indices: Iterable[int | None],
-    *,
-    excluded: Callable[[int], bool] = lambda position: False,
-    max_skipped: int = 1_000_000,
-) -> Iterator[tuple[int, int] | None]:
-    """Yield (sample index, position) for each sample index, and None for each None.
-
-    Skips samples at positions for which `excluded` is true, at most `max_skipped - 1` in a row.
-    """
-    num_skipped = 0
-    for sample_index in sample_indices:
-        if sample_index is None:
-            yield None
-            continue
-        position = sampler.position(sample_index)
-        num_skipped = num_skipped + 1 if excluded(position) else 0
-        if not 0 < num_skipped < max_skipped:
-            num_skipped = 0
-            yield sample_index, position
-
-
-def static_share(*, index: int, count: int, start: int = 0) -> Iterator[int]:
-    """The sample indices from `start` on of generator `index` of `count`, without end."""
-    assert 0 <= index < count
-    return count_from(start + (index - start) % count, count)
 
 
 def apportion(ratios: Sequence[float], total: int) -> tuple[int, ...]:

@@ -11,22 +11,18 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import count as count_from
 
 from peralta_zmq import build, wire
 from peralta_zmq.config import Config
 from peralta_zmq.engines import Group, Sampler
-from peralta_zmq.environments.curriculum import (
-    ProblemSampler,
-    assigned_samples,
-    is_in_bitmap,
-    static_share,
-)
+from peralta_zmq.environments.curriculum import ProblemSampler, is_in_bitmap
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue
-from peralta_zmq.generator.trainer_connection import SILENCE_SECONDS, HeldRanges, TrainerConnection
+from peralta_zmq.generator.trainer_connection import SILENCE_SECONDS, TrainerConnection
 from peralta_zmq.generator.weight_sync import ServedWeights
 from peralta_zmq.rollout import Problem
 
@@ -70,10 +66,7 @@ class TrainingGroups:
     def start_run(self) -> None:
         config = self._config
         link = self._link
-        self._samples = sample_problems(
-            config, self._environments, link.ranges,
-            sender=link.outbox.sender, announcement=lambda: link.announcement,
-        )  # fmt: skip
+        self._source = ProblemSource(config, self._environments, link)
         seed = sampling_seed(config.run.seed, link.outbox.sender, "training")
         self._sampling_of = build.group_sampling(config, seed=seed)
 
@@ -84,7 +77,7 @@ class TrainingGroups:
         if any(group.is_interrupted for group in self.groups):
             self._drop_stale(sampler)
             sampler.resume(self.groups)
-        while self._may_start(sampler) and (problem := next(self._samples)) is not None:
+        while self._may_start(sampler) and (problem := self._source.draw()) is not None:
             group = sampler.start(problem, *self._sampling_of(problem), replies=self._environments)
             self.groups.append(group)
             self._pacer.record_start()
@@ -144,81 +137,82 @@ class TrainingGroups:
         return len(groups)
 
 
-def sample_problems(
-    config: Config,
-    environments: Environments,
-    ranges: HeldRanges,
-    *,
-    sender: str,
-    announcement: Callable[[], wire.Announcement | None],
-    range_timeout: float = 30.0,
-) -> Iterator[Problem | None]:
-    """This generator's endless sequence of training problems; None while it waits for a range.
+class ProblemSource:
+    """This generator's endless sequence of training problems.
 
-    `sender` is its name in messages; `announcement` returns the newest announcement. After
-    `range_timeout` seconds in which the trainer waited and granted no range, the sequence is the
-    static share. Raises ConfigError if the trainer has other problems.
+    After `range_timeout` seconds in which the trainer waited and granted no range, the sequence is
+    the static share.
     """
 
-    def is_excluded(position: int) -> bool:
-        newest = announcement()
-        if newest is not None and newest.train_set_digest not in (b"", environments.digest):
+    def __init__(
+        self,
+        config: Config,
+        environments: Environments,
+        link: TrainerConnection,
+        *,
+        range_timeout: float = 30.0,
+    ) -> None:
+        sizes = list(environments.sizes.values())
+        self._sampler = ProblemSampler(
+            sizes, seed=config.run.seed, ratios=config.curriculum.env_ratios
+        )
+        self._problems = environments.problems
+        self._digest = environments.digest
+        self._name = config.generator.full_name
+        self._link = link
+        self._range_timeout = range_timeout
+        self._share: Iterator[int] | None = None
+        self._waited = 0.0  # seconds in which the trainer waited, by announcements up to `_last`
+        self._last = link.announcement
+        self._last_at = time.monotonic()
+
+    def draw(self) -> Problem | None:
+        """The next problem that the trainer does not exclude; None while there is none.
+
+        Raises ConfigError if the trainer has other problems.
+        """
+        newest = self._link.announcement
+        if newest is not None and newest.train_set_digest not in (b"", self._digest):
             raise ConfigError(
-                f"generator {config.generator.full_name} has other training problems than the "
-                "trainer; use its [data], [[env]], model, engine.max_model_len and "
-                "sampling.max_completion_length"
+                f"generator {self._name} has other training problems than the trainer; use its "
+                "[data], [[env]], model, engine.max_model_len and sampling.max_completion_length"
             )
-        return newest is not None and is_in_bitmap(newest.excluded, position)
+        for _ in range(1000):  # samples; the caller serves its sockets between two calls
+            if (sample_index := self._next_index(newest)) is None:
+                return None
+            position = self._sampler.position(sample_index)
+            if newest is None or not is_in_bitmap(newest.excluded, position):
+                return replace(self._problems[position], sample_index=sample_index)
+        return None
 
-    sizes = list(environments.sizes.values())
-    sampler = ProblemSampler(sizes, seed=config.run.seed, ratios=config.curriculum.env_ratios)
-    indices = _sample_indices(sender, ranges, announcement, range_timeout)
-    for sample in assigned_samples(sampler, indices, excluded=is_excluded):
-        if sample is None:
-            yield None
-        else:
-            sample_index, position = sample
-            yield replace(environments.problems[position], sample_index=sample_index)
-
-
-def _sample_indices(
-    sender: str,
-    ranges: HeldRanges,
-    announcement: Callable[[], wire.Announcement | None],
-    range_timeout: float,
-) -> Iterator[int | None]:
-    """Yield the granted sample indices, or the static share; None while there are none."""
-    share: Iterator[int] | None = None
-    waited = 0.0  # seconds in which the trainer waited for groups, by announcements up to `last`
-    last = announcement()
-    last_at = time.monotonic()
-    while True:
+    def _next_index(self, newest: wire.Announcement | None) -> int | None:
+        """The next granted sample index, or that of the static share; None while there is none."""
+        ranges = self._link.ranges
         if (sample_index := ranges.draw()) is not None:
-            share = None
-            waited = 0.0
-            yield sample_index
-            continue
-        newest = announcement()
+            self._share = None
+            self._waited = 0.0
+            return sample_index
         now = time.monotonic()
-        if newest is not last:
+        if newest is not self._last:
             if newest is not None and newest.waiting:
-                waited += min(now - last_at, 5.0)  # longer gap: the trainer may have been away
-            last = newest
-            last_at = now
-        if newest is None or waited <= range_timeout:
-            yield None
-            continue
-        if share is None:
-            index, count = own_share(newest, sender)
-            share = static_share(index=index, count=count, start=newest.next_sample_index)
+                # After a longer gap, the trainer may have been away.
+                self._waited += min(now - self._last_at, 5.0)
+            self._last = newest
+            self._last_at = now
+        if newest is None or self._waited <= self._range_timeout:
+            return None
+        if self._share is None:
+            index, count = own_share(newest, self._link.outbox.sender)
+            start = newest.next_sample_index
+            self._share = count_from(start + (index - start) % count, count)
             logger.warning(
                 "no sample range from the trainer; sampling every %d. problem, so that several "
                 "generators may sample the same ones",
                 count,
             )
-        sample_index = next(share)
+        sample_index = next(self._share)
         ranges.record_drawn(sample_index)
-        yield sample_index
+        return sample_index
 
 
 def own_share(announcement: wire.Announcement | None, sender: str) -> tuple[int, int]:

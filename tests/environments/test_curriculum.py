@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain, islice
-from typing import Any
+from itertools import chain
 
 import pytest
 
@@ -14,25 +12,14 @@ from peralta_zmq.environments.curriculum import (
     DifficultyPools,
     ProblemSampler,
     apportion,
-    assigned_samples,
     is_in_bitmap,
     problem_order,
-    static_share,
 )
 from peralta_zmq.errors import TaskError
 
 
-def samples_of(
-    sampler: ProblemSampler, *, index: int = 0, count: int = 1, start: int = 0, **options: Any
-) -> Iterator[tuple[int, int]]:
-    """The samples of a static share: sample index and position."""
-    share = static_share(index=index, count=count, start=start)
-    return (sample for sample in assigned_samples(sampler, share, **options) if sample)
-
-
-def positions_of(sampler: ProblemSampler, num_samples: int, **share: int) -> list[int]:
-    """The positions of the first samples of a static share."""
-    return [position for _, position in islice(samples_of(sampler, **share), num_samples)]
+def positions_of(sampler: ProblemSampler, num_samples: int, *, start: int = 0) -> list[int]:
+    return [sampler.position(index) for index in range(start, start + num_samples)]
 
 
 def test_problem_order_is_the_same_on_all_machines() -> None:
@@ -51,42 +38,13 @@ def test_problem_order_depends_on_seed_and_epoch(
     assert problem_order(100, **one) != problem_order(100, **other)
 
 
-@pytest.mark.parametrize(("num_problems", "count"), [(100, 2), (100, 3), (10, 10), (7, 4), (3, 5)])
-def test_generators_cover_each_epoch_exactly_once(num_problems: int, count: int) -> None:
-    sampler = ProblemSampler([num_problems], seed=5)
-    assigned = chain.from_iterable(
-        islice(samples_of(sampler, index=index, count=count), 4 * num_problems)
-        for index in range(count)
-    )
-    positions = [position for _, position in sorted(assigned)]
-    for epoch in range(4):
-        epoch_positions = positions[epoch * num_problems : (epoch + 1) * num_problems]
-        assert sorted(epoch_positions) == list(range(num_problems))
-
-
-def test_single_generator_visits_epochs_in_order() -> None:
-    epochs = [problem_order(4, seed=9, epoch=epoch) for epoch in range(3)]
-    assert positions_of(ProblemSampler([4], seed=9), 12) == list(chain.from_iterable(epochs))
-
-
-@pytest.mark.parametrize("index", [0, 1, 2, 6])
-@pytest.mark.parametrize("skipped", [0, 1, 3, 29])
-@pytest.mark.parametrize("ratios", [None, (1.0, 3.0)])
-def test_assignment_resumes_from_any_sample(
-    index: int, skipped: int, ratios: tuple[float, ...] | None
-) -> None:
-    sampler = ProblemSampler([3, 2], seed=3, ratios=ratios)
-    whole = list(islice(samples_of(sampler, index=index, count=7), 40))
-    rest = samples_of(sampler, index=index, count=7, start=whole[skipped][0])
-    assert list(islice(rest, 40 - skipped)) == whole[skipped:]
-
-
-def test_assignment_starts_at_once_with_the_first_own_sample() -> None:
-    sampler = ProblemSampler([100], seed=0)
-    firsts = [next(samples_of(sampler, index=index, count=3, start=10))[0] for index in range(3)]
-    assert firsts == [12, 10, 11]
-    assert len(positions_of(ProblemSampler([5], seed=0), 3, start=10**15)) == 3
-    assert len(positions_of(ProblemSampler([5, 2], seed=0, ratios=(1, 1)), 3, start=10**15)) == 3
+@pytest.mark.parametrize("ratios", [None, (1.0,)])
+def test_samples_visit_epochs_in_order(ratios: tuple[float, ...] | None) -> None:
+    name = " 0" if ratios else ""
+    epochs = [problem_order(4, seed=9, epoch=epoch, name=name) for epoch in range(3)]
+    sampler = ProblemSampler([4], seed=9, ratios=ratios)
+    assert positions_of(sampler, 12) == list(chain.from_iterable(epochs))
+    assert len(positions_of(sampler, 3, start=10**15)) == 3  # at once
 
 
 def test_empty_train_set_is_refused() -> None:
@@ -126,29 +84,6 @@ def test_each_environment_has_its_own_epochs() -> None:
     small = [position for position in positions_of(sampler, 1000) if position >= 50]
     for epoch in range(len(small) // 4):
         assert sorted(small[4 * epoch : 4 * epoch + 4]) == [50, 51, 52, 53]
-
-
-def test_position_does_not_depend_on_generator_count() -> None:
-    sampler = ProblemSampler([9, 5], seed=4, ratios=(2, 1))
-    single = dict(islice(samples_of(sampler, index=0, count=1), 300))
-    for index in range(4):
-        for sample_index, position in islice(samples_of(sampler, index=index, count=4), 50):
-            assert single[sample_index] == position
-
-
-# Excluded problems.
-
-
-def test_excluded_problems_are_skipped() -> None:
-    sampler = ProblemSampler([10], seed=0)
-    assigned = samples_of(sampler, excluded=lambda position: position < 8)
-    assert {position for _, position in islice(assigned, 20)} == {8, 9}
-
-
-def test_assignment_with_all_excluded_does_not_hang() -> None:
-    sampler = ProblemSampler([10], seed=0)
-    assigned = samples_of(sampler, excluded=lambda position: True, max_skipped=100)
-    assert [sample_index for sample_index, _ in islice(assigned, 2)] == [99, 199]
 
 
 # Difficulty pools.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,7 @@ from sockets import ANYWHERE, eventually
 from peralta_zmq import wire
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.trainer_connection import Sockets
-from peralta_zmq.generator.training_groups import sample_problems
-from peralta_zmq.rollout import Problem
+from peralta_zmq.generator.training_groups import ProblemSource
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 
@@ -37,23 +35,21 @@ class Scene:
         self.connection = self._opened.link
         self.connection.start_run()  # without sample ranges
         self._sockets = sockets
-        self._problems = self._sample_problems()
+        self.set_timeout(30.0)
 
     def set_timeout(self, range_timeout: float) -> None:
         """Sample with another timeout from now on."""
-        self._problems = self._sample_problems(range_timeout)
+        self._source = ProblemSource(
+            self._opened.config,
+            self._opened.environments,
+            self.connection,
+            range_timeout=range_timeout,
+        )
 
     def start_run(self) -> None:
         """Begin another run, as the generator does when its weights change to those of one."""
         self.connection.start_run()
-        self._problems = self._sample_problems()
-
-    def _sample_problems(self, range_timeout: float = 30.0) -> Iterator[Problem | None]:
-        return sample_problems(
-            self._opened.config, self._opened.environments, self.connection.ranges,
-            sender=self.connection.outbox.sender,
-            announcement=lambda: self.connection.announcement, range_timeout=range_timeout,
-        )  # fmt: skip
+        self.set_timeout(30.0)
 
     def announce(self, announcement: wire.Announcement, sample_range: range | None = None) -> None:
         """Receive an announcement, and a sample range if one is given."""
@@ -69,7 +65,7 @@ class Scene:
 
     def draw(self, num: int) -> list[int | None]:
         """The next sample indices; None while there is none."""
-        drawn = [next(self._problems) for _ in range(num)]
+        drawn = [self._source.draw() for _ in range(num)]
         return [None if problem is None else problem.sample_index for problem in drawn]
 
 
@@ -86,6 +82,13 @@ def test_granted_samples_are_drawn_in_order(scene: Scene) -> None:
     assert scene.draw(4) == [40, 41, 42, None]
     scene.announce(GRANTING, range(70, 72))
     assert scene.draw(3) == [70, 71, None]
+
+
+def test_excluded_problems_are_skipped(scene: Scene) -> None:
+    scene.announce(replace(GRANTING, excluded=b"\1"), range(40, 43))
+    assert scene.draw(2) == [None, None]
+    scene.announce(GRANTING, range(43, 45))
+    assert scene.draw(2) == [43, 44]
 
 
 def test_static_share_replaces_ranges_that_a_waiting_trainer_does_not_grant(
