@@ -40,7 +40,7 @@ from benchmarks.limits import bandwidth_meter, flops
 from benchmarks.peers import environment
 from benchmarks.training import QUICK_SHAPE, SHAPE
 from peralta_zmq import models
-from peralta_zmq.engines.hf_engine import hf_engine
+from peralta_zmq.engines import hf_engine
 from peralta_zmq.engines.native.decoder import Decoder
 from peralta_zmq.engines.native.kernels import gemm
 from peralta_zmq.engines.native.native_engine import CachedRows, native_engine
@@ -364,13 +364,13 @@ def tiny(*, repeats: int, device: torch.device) -> Claim:
         )
     ]
     rates: dict[str, Callable[[], float]] = {}
-    for new_engine in (native_engine, hf_engine):
+    for name, new_engine in (("native", native_engine), ("hf", hf_engine.open_live)):
         model = models.load_model(models.EMBEDDED, device=device, dtype=dtype)
         engine = new_engine(model, tokenizer, EngineSettings())
-        rates[new_engine.__name__] = functools.partial(rate, engine, batch)
-        rates[new_engine.__name__]()
+        rates[name] = functools.partial(rate, engine, batch)
+        rates[name]()
     results = interleaved(rates, repeats=repeats)
-    ours, peer = results["native_engine"], results["hf_engine"]
+    ours, peer = results["native"], results["hf"]
     return compared("native_tiny_vs_hf_batched", ours, peer, "rollouts/s")
 
 

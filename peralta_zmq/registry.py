@@ -43,9 +43,9 @@ TABLES: dict[Kind, dict[str, str]] = {
         "rows": "peralta_zmq.environments.rows_task",
     },
     "engine": {
-        "native": "peralta_zmq.engines.native.native_engine:NativeEngine",
-        "hf": "peralta_zmq.engines.hf_engine:HfEngine",
-        "mlx": "peralta_zmq.engines.mlx:MlxEngine",
+        "native": "peralta_zmq.engines.native.native_engine",
+        "hf": "peralta_zmq.engines.hf_engine",
+        "mlx": "peralta_zmq.engines.mlx.mlx_engine",
         "vllm": "peralta_zmq.engines.vllm.vllm_engine:VllmEngine",
     },
     "loss": dict.fromkeys(LOSS_NAMES, "peralta_zmq.learning.losses:policy_loss"),
@@ -76,7 +76,7 @@ ADAPTERS = {
 }
 # Number of positional parameters, as in the protocols below; all further parameters are options.
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
-# Attributes that the module of a task, or the class of an engine, must have.
+# Attributes that a task, a module, and an engine, a module or class, must have.
 REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
     "task": ("problems", "reward"),
     "engine": ("open",),
@@ -189,6 +189,8 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
+    """A module or a class."""
+
     def open(self, folder: Path, settings: EngineSettings, *, step: int = ...) -> Engine:
         """An engine that loads the weights of policy step `step` from `folder`.
 
@@ -199,7 +201,7 @@ class EngineFactory(Protocol):
 
 
 class LiveEngineFactory(EngineFactory, Protocol):
-    """The class of an engine that can also sample from a torch model in memory."""
+    """An engine that can also sample from a torch model in memory."""
 
     def open_live(self, model: Any, tokenizer: Any, settings: EngineSettings) -> Engine:
         """An engine that samples with the weights of a torch model without copying them.
@@ -275,7 +277,7 @@ def resolve(kind: Kind, name: str) -> Any:
             raise ConfigError(
                 f"{kind} '{name}' has no {function}(); add it, or name another {kind}"
             )
-    if kind != "task" and not callable(plugin):
+    if kind not in REQUIRED_FUNCTIONS and not callable(plugin):
         raise ConfigError(f"{kind} '{name}' is not callable; name a function or class")
     return plugin
 

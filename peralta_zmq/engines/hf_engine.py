@@ -27,22 +27,12 @@ from peralta_zmq.rollout import Request
 CACHES = ("past_key_values", "cache_params")
 
 
-class HfEngine:
-    """Opens engines on transformers' models; implements registry.LiveEngineFactory."""
-
-    @staticmethod
-    def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> RowEngine:
-        model, tokenizer, merger = open_model(folder, settings)
-        return hf_engine(model, tokenizer, settings, step=step, merger=merger)
-
-    @staticmethod
-    def open_live(
-        model: models.Model, tokenizer: models.Tokenizer, settings: EngineSettings
-    ) -> RowEngine:
-        return hf_engine(model, tokenizer, settings)
+def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> RowEngine:
+    model, tokenizer, merger = open_model(folder, settings)
+    return open_live(model, tokenizer, settings, step=step, merger=merger)
 
 
-def hf_engine(
+def open_live(
     model: models.Model,
     tokenizer: models.Tokenizer,
     settings: EngineSettings,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from peralta_zmq.engines import hf_engine
 from peralta_zmq.engines.choice import Machine, choose_engine, live_engine
-from peralta_zmq.engines.hf_engine import HfEngine
-from peralta_zmq.engines.native.native_engine import NativeEngine
+from peralta_zmq.engines.native import native_engine
 from peralta_zmq.errors import ConfigError, StoreError
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Sampling
@@ -27,9 +27,9 @@ class FolderEngine:
 
 
 def test_trainer_evaluates_with_an_engine_for_models_in_memory() -> None:
-    assert live_engine("hf") is HfEngine
-    assert live_engine("mlx") is live_engine("auto") is NativeEngine
-    assert live_engine(f"{__name__}.FolderEngine") is NativeEngine
+    assert live_engine("hf") is hf_engine
+    assert live_engine("mlx") is live_engine("auto") is native_engine
+    assert live_engine(f"{__name__}.FolderEngine") is native_engine
 
 
 @pytest.mark.parametrize("name", ["native", "hf", "auto"])

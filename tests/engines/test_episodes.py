@@ -20,9 +20,8 @@ from engine_data import (
 from sample_data import tiny_model
 
 from peralta_zmq import models
-from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines import Group, Sampler, hf_engine
 from peralta_zmq.engines.group_sampler import TURN_STRIDE
-from peralta_zmq.engines.hf_engine import hf_engine
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import RewardError
@@ -89,7 +88,7 @@ def native(tokenizer: Any, model: Any = None, *, length: int = 128) -> RowEngine
 
 
 def hf(tokenizer: Any) -> RowEngine:
-    return hf_engine(model_of(), tokenizer, EngineSettings(slots=4, max_model_len=128))
+    return hf_engine.open_live(model_of(), tokenizer, EngineSettings(slots=4, max_model_len=128))
 
 
 class Recorder:

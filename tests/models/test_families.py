@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from peralta_zmq import models
 from peralta_zmq.engines.native import decoder
-from peralta_zmq.engines.native.native_engine import NativeEngine
+from peralta_zmq.engines.native import native_engine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import lora
 from peralta_zmq.models.frozen_base import load_frozen_base
@@ -239,7 +239,7 @@ def test_engine_refuses_lengths_at_which_the_embedding_changes(tmp_path: Path) -
 
 def opened(folder: Path, *, max_model_len: int) -> Any:
     settings = EngineSettings(device="cpu", dtype="float32", slots=8, max_model_len=max_model_len)
-    return NativeEngine.open(folder, settings)
+    return native_engine.open(folder, settings)
 
 
 def measured(family: str, folder: Path) -> list[str]:

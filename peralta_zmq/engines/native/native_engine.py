@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from peralta_zmq import models
+from peralta_zmq.engines import hf_engine
 from peralta_zmq.engines.engine_models import AdapterMerger, open_model
-from peralta_zmq.engines.hf_engine import hf_engine
 from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
 from peralta_zmq.engines.native.kv_cache import EMPTY_SPAN, cache_shape
 from peralta_zmq.engines.native.prefix_cache import (
@@ -35,20 +35,16 @@ from peralta_zmq.rollout import Request
 logger = logging.getLogger(__name__)
 
 
-class NativeEngine:
-    """Opens native engines; implements registry.LiveEngineFactory."""
+def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> RowEngine:
+    model, tokenizer, merger = open_model(folder, settings)
+    return native_engine(model, tokenizer, settings, step=step, merger=merger)
 
-    @staticmethod
-    def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> RowEngine:
-        model, tokenizer, merger = open_model(folder, settings)
-        return native_engine(model, tokenizer, settings, step=step, merger=merger)
 
-    @staticmethod
-    def open_live(
-        model: models.Model, tokenizer: models.Tokenizer, settings: EngineSettings
-    ) -> RowEngine:
-        """Open a model that a trainer updates, without a second copy of its weights."""
-        return native_engine(model, tokenizer, settings, live=True)
+def open_live(
+    model: models.Model, tokenizer: models.Tokenizer, settings: EngineSettings
+) -> RowEngine:
+    """Open a model that a trainer updates, without a second copy of its weights."""
+    return native_engine(model, tokenizer, settings, live=True)
 
 
 def native_engine(
@@ -68,7 +64,7 @@ def native_engine(
     family = cast(Any, model.config).model_type
     if family not in FAMILIES:
         logger.info("engine native does not support %s; using transformers' code", family)
-        return hf_engine(model, tokenizer, settings, step=step, merger=merger)
+        return hf_engine.open_live(model, tokenizer, settings, step=step, merger=merger)
     check_length(model.config, settings.max_model_len)
     length = min(settings.max_model_len, models.max_positions(model))
     fraction = KEPT_FRACTION if settings.keeps_turns else 0.0

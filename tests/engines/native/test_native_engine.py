@@ -39,7 +39,7 @@ from peralta_zmq.compiler import INSTRUCTION_SET
 from peralta_zmq.engines.native.decoder import Decoder, NewTokens
 from peralta_zmq.engines.native.kernels import gemm
 from peralta_zmq.engines.native.kernels.decode_layer import can_compile
-from peralta_zmq.engines.native.native_engine import NativeEngine, native_engine
+from peralta_zmq.engines.native.native_engine import native_engine, open_live
 from peralta_zmq.engines.native.packed_linears import PackedLinear
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import ConfigError
@@ -349,7 +349,7 @@ def test_unsupported_architecture_falls_back_to_transformers(
 ) -> None:
     caplog.set_level(logging.INFO, "peralta_zmq")
     model = tiny_model(model_type="mistral")
-    engine = NativeEngine.open_live(model, tokenizer, EngineSettings())
+    engine = open_live(model, tokenizer, EngineSettings())
     assert [each.getMessage() for each in caplog.records] == [
         "engine native does not support mistral; using transformers' code"
     ]
