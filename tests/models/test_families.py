@@ -23,8 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from peralta_zmq import models
-from peralta_zmq.engines.native import decoder
-from peralta_zmq.engines.native import native_engine
+from peralta_zmq.engines.native import decoder, native_engine
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import lora
 from peralta_zmq.models.frozen_base import load_frozen_base
