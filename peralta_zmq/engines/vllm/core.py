@@ -12,11 +12,10 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,19 +24,14 @@ from peralta_zmq import models
 COMPILING = "compiling"  # torch begins to compile a function, which takes longer than a usual step
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
+class NewRequest(NamedTuple):
     index: int
     prompt_ids: list[int]
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
+    sampling: dict[str, Any]  # arguments of vllm.SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    index: int
+class Token(NamedTuple):
+    index: int  # of the request
     token_id: int
     logprob: float
 
@@ -65,11 +59,8 @@ class Core:
             # reset_prefix_cache() would have no effect while other requests are running.
             prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self._num_reloads)}
             sampling = self._make_sampling(
-                temperature=request.temperature,
-                top_p=request.top_p,
+                **request.sampling,
                 stop_token_ids=self._end_ids,
-                seed=request.seed,
-                max_tokens=request.max_tokens,
                 ignore_eos=True,  # the end tokens of vLLM may be others than `end_ids`
                 logprobs=0,  # of the sampled token only
                 detokenize=False,

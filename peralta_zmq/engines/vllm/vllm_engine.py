@@ -242,14 +242,13 @@ def new_request(request: Request, max_model_len: int) -> NewRequest:
     num_resumed = 0 if request.resumes is None else len(request.resumes.token_ids)
     if num_resumed:  # vLLM would draw the random numbers of the first tokens again
         number += f"/{num_resumed}"
-    return NewRequest(
-        index=request.index,
-        prompt_ids=request.prefix_ids.tolist(),
-        max_tokens=max_new_tokens(request, max_model_len) - num_resumed,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=zlib.crc32(number.encode()),
-    )
+    arguments = {
+        "max_tokens": max_new_tokens(request, max_model_len) - num_resumed,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": zlib.crc32(number.encode()),
+    }
+    return NewRequest(request.index, request.prefix_ids.tolist(), arguments)
 
 
 def start_error(error: CoreError, folder: Path, slots: int) -> ConfigError | StoreError:
