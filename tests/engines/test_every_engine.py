@@ -191,14 +191,6 @@ def test_each_request_gets_one_completion_of_its_prompt(opener: Opener) -> None:
         assert END not in each.token_ids[:-1].tolist()
 
 
-def test_request_has_its_own_length_limit(opener: Opener) -> None:
-    prompt = np.array(PROMPTS[0], np.int32)
-    lengths = [replace(GREEDY, max_completion_length=index + 1) for index in range(6)]
-    batch = [Request(index, prompt, sampling) for index, sampling in enumerate(lengths)]
-    completions = sorted(completed(opener(sharp_model()), batch), key=lambda each: each.index)
-    assert [len(each.token_ids) for each in completions] == [1, 2, 3, 4, 5, 6]
-
-
 def test_request_has_its_own_sampling_parameters(opener: Opener, tokenizer: Any) -> None:
     engine, training = opener(sharp_model(), slots=6), Sampling(max_completion_length=9, seed=4)
     alone = tokens(sampled(engine, training))
@@ -233,19 +225,6 @@ def test_request_has_its_own_sampling_parameters(opener: Opener, tokenizer: Any)
     assert [mixed[index].token_ids.tolist() for index in range(len(alone))] == alone
 
 
-def test_completion_does_not_depend_on_the_sampling_of_others(opener: Opener) -> None:
-    engine, own = opener(sharp_model()), Sampling(max_completion_length=9, seed=4)
-    batch = [replace(each, index=2 * each.index) for each in requests(siblings=2)]
-    alone = tokens(sampled(engine, own, batch))
-    other = Sampling(temperature=0.7, max_completion_length=30, seed=8)
-    mixed: list[Request] = []
-    for request in with_sampling(own, batch):
-        mixed += [request, replace(request, index=request.index + 1, sampling=other)]
-    found = {each.index: each.token_ids.tolist() for each in completed(engine, mixed)}
-    assert [found[request.index] for request in batch] == alone
-    assert alone[0] != alone[1]
-
-
 def test_sampled_tokens_are_appended_to_the_list_of_the_request(opener: Opener) -> None:
     sampling = replace(GREEDY, max_completion_length=9)  # without an end token
     prompt = np.array(PROMPTS[0], np.int32)
@@ -263,17 +242,6 @@ def test_sampled_tokens_are_appended_to_the_list_of_the_request(opener: Opener) 
     for request, each in zip(batch, completions, strict=True):
         arrays = each.token_ids, each.logprobs, each.policy_steps
         assert request.sampled == list(zip(*(array.tolist() for array in arrays), strict=True))
-
-
-def test_request_may_be_submitted_after_others_have_ended(opener: Opener) -> None:
-    engine, expected = opener(sharp_model()), opener(sharp_model())
-    ended: list[Completion] = []
-    for request in with_sampling(GREEDY, requests()[:2]):
-        assert engine.advance() == []  # nothing is in flight
-        engine.submit([request])
-        while len(ended) == request.index:
-            ended += engine.advance()
-    assert tokens(ended) == tokens(sampled(expected, GREEDY, requests()[:2]))
 
 
 def test_requests_take_slots_until_their_completions_end_or_are_dropped(opener: Opener) -> None:
@@ -310,16 +278,6 @@ def test_end_token_without_embedding_does_not_prevent_min_tokens(opener: Opener)
     model.generation_config.eos_token_id = [END, model.config.vocab_size + 3]
     (completion,) = sampled(opener(model), sampling, requests(PROMPTS[:1]))
     assert len(completion.token_ids) > 3
-
-
-def test_stop_string_ends_a_completion_and_is_removed(opener: Opener, tokenizer: Any) -> None:
-    free = plain_greedy(sharp_model(), PROMPTS[0], 12)
-    stop = tokenizer.decode(free[3:4]).strip() or " "
-    sampling = Sampling(temperature=0.0, max_completion_length=12, stop=(stop,))
-    stopped = sampled(opener(sharp_model()), sampling)[0]
-    assert len(stopped.token_ids) <= 4
-    assert (stopped.finish_reason, stop in stopped.text) == ("stop", False)
-    assert free[: len(stopped.token_ids)] == stopped.token_ids.tolist()
 
 
 def test_text_is_exact_up_to_the_end_token(opener: Opener) -> None:
@@ -451,11 +409,6 @@ def test_resumed_samples_use_the_random_numbers_of_their_positions(opener: Opene
     engine, sampling = opener(sharp_model()), Sampling(max_completion_length=12, seed=4)
     again = resumed(engine, cut(engine, sampling), sampling)
     assert tokens(again) == tokens(sampled(engine, sampling))
-
-
-def test_prompt_and_completion_may_fill_the_context(opener: Opener) -> None:
-    (completion,) = sampled(opener(sharp_model()), GREEDY, requests([[5] * 52]))
-    assert len(completion.token_ids) == 12
 
 
 def test_vocabulary_may_be_larger_than_the_tokenizer(opener: Opener, tokenizer: Any) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from peralta_zmq import models
 from peralta_zmq.engines import Group, Sampler
-from peralta_zmq.errors import EngineProcessError
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
 
@@ -102,22 +100,6 @@ def test_group_may_be_started_while_a_slot_is_free(tokenizer: Any) -> None:
     assert sampler.has_room and indices_of(engine.submitted) == [0, 1, 2, 3]
 
 
-def test_tokenized_prompt_is_used_unchanged(tokenizer: Any) -> None:
-    sampler = Sampler(ScriptedEngine(), tokenizer)
-    sampler.start(Problem("1", "calculator", (), "5", input_token_ids=(7, 0, 9)), 1, Sampling())
-    (group,) = sampler.advance()
-    assert group.completions[0].prompt_ids.tolist() == [7, 0, 9]
-
-
-def test_each_group_has_its_own_size_and_sampling(tokenizer: Any) -> None:
-    engine, samplings = ScriptedEngine(), [Sampling(seed=3), Sampling(temperature=0.5)]
-    sampler = Sampler(engine, tokenizer)
-    for problem, size, sampling in zip(PROBLEMS, (2, 3), samplings, strict=False):
-        sampler.start(problem, size, sampling)
-    assert [len(group.completions) for group in sampler.advance()] == [2, 3]
-    assert [each.sampling for each in engine.submitted] == [samplings[0]] * 2 + [samplings[1]] * 3
-
-
 def test_single_completion_takes_a_slot_before_others_that_wait(tokenizer: Any) -> None:
     engine = ScriptedEngine(slots=1)
     sampler = Sampler(engine, tokenizer)
@@ -152,20 +134,6 @@ def test_interrupted_groups_are_requested_again_with_their_tokens(tokenizer: Any
     assert (sampler.num_in_flight, sampler.num_resumed) == (0, 1)
 
 
-def test_other_groups_are_sampled_while_one_is_interrupted(tokenizer: Any) -> None:
-    engine = ScriptedEngine()
-    sampler = Sampler(engine, tokenizer)
-    first = sampler.start(PROBLEMS[0], 2, Sampling())
-    engine.ending = [[]]
-    sampler.advance()
-    sampler.interrupt([first])
-    second = sampler.start(PROBLEMS[1], 2, Sampling())
-    assert sampler.advance() == [second]
-    assert sampler.advance() == []
-    sampler.resume([first])
-    assert sampler.advance() == [first]
-
-
 def test_oldest_token_of_a_group_is_that_of_any_completion(tokenizer: Any) -> None:
     engine = ScriptedEngine()
     sampler = Sampler(engine, tokenizer)
@@ -190,23 +158,3 @@ def test_dropped_groups_leave_the_engine_and_the_queue(tokenizer: Any) -> None:
     assert (sampler.num_in_flight, engine.num_free()) == (1, 3)
     assert sampler.advance() == groups[2:]
     assert indices_of(engine.submitted) == [0, 1, 2, 4, 5]
-
-
-def test_tokens_of_a_failed_engine_are_resumed(tokenizer: Any) -> None:
-    class FailingEngine(ScriptedEngine):
-        def advance(self) -> list[Completion]:
-            if not self.ending:
-                raise EngineProcessError("the process has ended")
-            return super().advance()
-
-    engine = FailingEngine()
-    sampler = Sampler(engine, tokenizer)
-    groups = [sampler.start(PROBLEMS[0], 2, Sampling())]
-    with pytest.raises(EngineProcessError):
-        sampler.advance()
-    engine.partial = {0: 3, 1: 3}
-    sampler.interrupt(groups)
-    sampler.resume(groups)
-    engine.ending = [[0, 1]]
-    assert sampler.advance() == groups
-    assert sampler.num_resumed == 2

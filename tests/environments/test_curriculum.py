@@ -74,11 +74,6 @@ def test_ratios_are_exact_in_every_block(
         assert tuple(counts[env] for env in range(len(ratios))) == expected
 
 
-def test_without_ratios_problems_are_sampled_equally() -> None:
-    positions = positions_of(ProblemSampler([30, 10], seed=2), 40)
-    assert sorted(positions) == list(range(40))
-
-
 def test_each_environment_has_its_own_epochs() -> None:
     sampler = ProblemSampler([50, 4], seed=2, ratios=(1, 1))
     small = [position for position in positions_of(sampler, 1000) if position >= 50]

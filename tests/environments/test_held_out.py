@@ -72,10 +72,3 @@ def test_generator_answers_the_shares_of_others_after_its_own() -> None:
 
     assert todo(0) == [0, 2, 6, 5, 3, 1]
     assert todo(1) == [1, 3, 5, 6, 2, 0]
-
-
-def test_any_single_generator_answers_every_example() -> None:
-    for count in (1, 2, 5, 9):
-        for index in range(count):
-            todo = examples_for(7, index=index, count=count, answered=lambda place: False)
-            assert sorted(todo) == list(range(7))

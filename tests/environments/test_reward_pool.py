@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ import pytest
 from real_programs import has_ended, until
 from user_modules import UserModules
 
-from peralta_zmq.environments import calculator, reward_pool, reward_worker
+from peralta_zmq.environments import calculator
 from peralta_zmq.environments.reward_functions import RewardFunction
 from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 from peralta_zmq.errors import RewardError, TaskError
@@ -312,27 +311,6 @@ def test_worker_ends_with_its_parent(task: ModuleType, tmp_path: Path, name: str
     until(lambda: has_ended(pid_of(task)))
 
 
-REQUEST = reward_worker.frame_of(0, "no_such_task:reward")
-
-
-@pytest.mark.parametrize("arguments", [[], ["9"]])
-@pytest.mark.parametrize("num_bytes", [0, 20, len(REQUEST)])
-def test_worker_ends_with_its_connection_without_a_traceback(
-    arguments: list[str], num_bytes: int
-) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        worker = subprocess.Popen(
-            [sys.executable, "-c", reward_pool.PROGRAM, str(theirs.fileno()), *arguments],
-            pass_fds=[theirs.fileno()], start_new_session=True, env={**os.environ,
-            "PYTHONPATH": os.getcwd()}, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        ours.sendall(REQUEST[:num_bytes])
-        ours.shutdown(socket.SHUT_RDWR)
-        with worker:
-            assert worker.stderr is not None and worker.stderr.read() == b""
-
-
 def test_bounded_reward_runs_in_this_process(pool: RewardPool) -> None:
     problem = Problem("1", "calculator", (), "2 + 3")
     source = LocalFunctions([RewardFunction(calculator.reward, is_bounded=True)], pool)
@@ -387,17 +365,6 @@ def test_functions_of_all_kinds_are_combined(task: ModuleType, pool: RewardPool)
         Score(1 + 0.5 + 2 * 1 - 2, {"own": 1, "waits": 1, "judge": 1, "length": 2}),
         Score(1 + 0.5 - 1, {"own": 1, "waits": 1, "length": 1}),
     ]
-
-
-def test_functions_share_workers_but_not_options(task: ModuleType, pool: RewardPool) -> None:
-    small, large = (rewards_by(task.with_bonus, pool, bonus=bonus) for bonus in (2, 5))
-    for _ in range(2):
-        assert (reward(small, "anything"), reward(large, "anything")) == (3.0, 6.0)
-    bounded = LocalFunctions([RewardFunction(task.with_bonus, {"bonus": 5}, is_bounded=True)], pool)
-    assert reward(bounded, "anything") == 6.0
-    by_default = rewards_by(task.reward, pool)
-    pids = {reward(rewards_by(task.reward, pool), "pid"), reward(by_default, "pid")}
-    assert len(pids) == 1
 
 
 def pid_of(task: ModuleType) -> int:

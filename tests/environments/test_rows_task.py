@@ -89,11 +89,6 @@ def test_file_with_the_columns_of_the_calculator_is_its_task(tmp_path: Path) -> 
         assert opened.reward(opened.problems[0], "2 + 1") == 1.0
 
 
-def test_shipped_data_set_without_task_stays_the_calculators() -> None:
-    config = load("--data.train", "math_1k")
-    assert config.environments[0].task_name == "calculator"
-
-
 @pytest.mark.parametrize(
     ("function", "expected"),
     [("score", 2.0), ("trl", 2.0), ("judge", 0.25), ("bound", 3.0), ("wrapped", 0.5)],

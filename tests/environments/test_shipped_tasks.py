@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from peralta_zmq.environments import (
     reverse_text,
 )
 from peralta_zmq.environments.dataset import load_problems
-from peralta_zmq.environments.turns import turns_of
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Message, Problem
 from tools import make_data
@@ -97,13 +95,6 @@ def test_invalid_target_is_an_error_even_for_the_same_text(task: Any, answer: st
         task.reward(problem(answer), answer)
 
 
-def test_row_with_an_invalid_target_is_skipped(tmp_path: Path) -> None:
-    file = tmp_path / "x.csv"
-    file.write_text("prompt,answer\nmake 5.,2 3 = 5\nmake 6.,2 3 6\n")
-    (usable,) = countdown.problems("train", 0, train=str(file))
-    assert usable.answer == "2 3 = 5"
-
-
 def test_splits_of_extract_share_no_sentence_name_or_city() -> None:
     train, held_out = (
         load_problems(extract.problems, split, seed=0, options={}) for split in ("train", "eval")
@@ -159,11 +150,3 @@ def test_answer_is_the_result_of_the_tool() -> None:
         assert calculator_tool.calculate(f"{left} * {right}") == each.answer
     with pytest.raises(ValueError, match=r"not an expression|arithmetic"):
         calculator_tool.calculate("open('/etc/passwd')")
-
-
-def test_tool_has_a_schema() -> None:
-    turns = turns_of(calculator_tool)
-    assert turns is not None and not turns.reply
-    (schema,) = turns.schemas
-    expression = schema["function"]["parameters"]["properties"]["expression"]
-    assert expression == {"type": "string", "description": "for example 12 * 34"}

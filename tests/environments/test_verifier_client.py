@@ -80,15 +80,6 @@ def test_client_waits_for_killed_verifier_and_gets_true_rewards(
 # Several verifiers.
 
 
-def test_verifiers_take_turns() -> None:
-    content = b'{"scores": [{"reward": 1.0, "rewards": {}, "turn_rewards": []}]}'
-    with FixedResponse(content) as first, FixedResponse(content) as second:
-        environment = remote_at(first.port, second.port)
-        for _ in range(4):
-            assert reward_of(environment, PROBLEM, "7") == 1.0
-        assert (first.num_requests, second.num_requests) == (2, 2)
-
-
 def test_verifier_that_is_down_is_replaced_by_the_other(verifier: Verifier) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

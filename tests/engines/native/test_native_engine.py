@@ -308,14 +308,6 @@ def test_rows_keep_the_prefix_of_the_weights_they_started_with(room: int, tokeni
     assert_exact_logprobs(completions, np.concatenate(scores, 1))
 
 
-def test_growing_rows_keep_their_content(tokenizer: Any) -> None:
-    long = Sampling(temperature=0.0, max_completion_length=80)
-    engine = engine_of(sharp_model(), tokenizer, max_model_len=100)  # rows of 32, 64, 96, 100
-    expected = [plain_greedy(sharp_model(), each, 80) for each in PROMPTS]
-    assert tokens(sampled(engine, long)) == expected
-    assert max(map(len, expected)) == 80
-
-
 # Models in training.
 
 

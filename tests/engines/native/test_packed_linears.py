@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -85,14 +84,3 @@ def test_packing_frees_each_plain_weight() -> None:
         assert memory.peak < 1.2 * size
         ModelWeights(model, pack=True)
     assert memory.peak < 1.5 * size  # an output head and two layers more, not all weights twice
-
-
-def test_fused_linear_keeps_no_rows_after_the_last_output(dtype: torch.dtype) -> None:
-    linears = [torch.nn.Linear(48, 16).to(dtype) for _ in range(3)]
-    fused, inputs = FusedLinear(linears, ["q", "k", "v"]), torch.randn(3, 48).to(dtype)
-    outputs = [fused.output(index, inputs) for index in range(3)]
-    assert torch.equal(fused.output(1, inputs), outputs[1])  # out of order: computed again
-    assert torch.equal(fused.output(2, inputs), outputs[2])
-    memory = [weakref.ref(inputs), weakref.ref(outputs[0])]
-    del inputs, outputs
-    assert [reference() for reference in memory] == [None, None]
