@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
+from generators import Scene
 
 from peralta_zmq import wire
 from peralta_zmq.generator.trainer_connection import Sockets
+from peralta_zmq.weights.store import WeightStore
+from peralta_zmq.weights.subscriber import WeightSubscriber
 
 
 @pytest.fixture
@@ -23,3 +26,10 @@ def sockets() -> Iterator[Sockets]:
     )
     with closing(opened.announcements), closing(opened.rollouts), closing(opened.statuses):
         yield opened
+
+
+@pytest.fixture
+def scene(
+    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+) -> Scene:
+    return Scene(store, subscriber, sockets, stack)

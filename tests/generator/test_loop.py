@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,56 +14,23 @@ from engine_data import GREEDY, TokenCounter, sampled
 from generators import (
     PROBLEM,
     FakeEngine,
-    OpenedGenerator,
+    Scene,
     apply_until,
     generator_of,
     publish,
 )
 from sample_data import group_of, tiny_model
-from sockets import ANYWHERE
 
 from peralta_zmq import models, wire
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import EngineProcessError
 from peralta_zmq.generator.generator import MAX_ENGINE_FAILURES
-from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.weight_sync import SettingsChangedError
 from peralta_zmq.learning.admission import Admission
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup
 from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import WeightSubscriber
-
-
-class Scene:
-    """A generator with a fake engine, a weight store and sockets without a trainer."""
-
-    def __init__(self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> None:
-        self.store, self.subscriber, self.sockets = store, subscriber, sockets
-        self.engine = FakeEngine()
-
-    def start(self, step: int, **sections: Any) -> OpenedGenerator:
-        """A generator that serves the weights of `step`."""
-        version = apply_until(
-            self.engine, self.subscriber, publish(self.store, step, float(step)), step
-        )
-        return generator_of(self.engine, self.subscriber, self.sockets, version, **sections)
-
-    def publish(self, step: int, value: float, *, lineage: int = 0) -> Any:
-        """Publish another version and wait until it can be applied."""
-        version = publish(self.store, step, value, lineage=lineage)
-        assert self.subscriber.poll(timeout=20) is not None
-        return version
-
-    def announce(self, announcement: wire.Announcement) -> None:
-        self.sockets.announcements.latest = announcement
-
-
-@pytest.fixture
-def scene(store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> Scene:
-    return Scene(store, subscriber, sockets)
-
 
 # Weights.
 
@@ -274,24 +240,6 @@ def test_failed_engine_gets_newest_weights_and_resumes_groups(
     assert (link.num_resumed > 0) == (update == "in_flight")
     assert [group.group_number for group in groups] == list(range(len(groups)))
     assert caplog.text.count("reason=the process has ended") == 2
-
-
-def test_group_in_flight_at_two_failures_is_dropped(scene: Scene) -> None:
-    """Groups of 3 in 4 slots: the first group ends between the failures, the second does not."""
-    loop = Loop(scene, 1)
-    loop.engine = cast(Any, FailingEngine(loop.engine, failures=(2, 6)))
-
-    def reward(problem: Problem, text: str) -> float:
-        loop.steps.append(loop.engine.step)
-        if len(loop.steps) == 9:
-            loop.end_run()
-        return 1.0
-
-    loop.run(
-        reward, sampling={"num_generations": 3, "max_completion_length": 4, "min_tokens": 4},
-        train={"batch_size": 126},
-    )  # fmt: skip
-    assert loop.opened.link.num_aborted == 1
 
 
 def test_engine_that_fails_repeatedly_without_a_group_ends_the_generator(scene: Scene) -> None:
@@ -579,10 +527,9 @@ def test_each_live_generator_begins_an_evaluation_with_its_own_share(scene: Scen
 # The connection to the trainer.
 
 
-def test_status_is_reported_while_a_group_takes_long(scene: Scene, stack: ExitStack) -> None:
-    trainer = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id="run")))
-    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(trainer.address)))
-    scene.sockets = replace(scene.sockets, statuses=statuses)
+def test_status_is_reported_while_a_group_takes_long(scene: Scene) -> None:
+    trainer = scene.status_receiver()
+    scene.connect(statuses=trainer.address)
     opened = scene.start(1)
     scene.engine.is_endless = True
 
@@ -591,17 +538,6 @@ def test_status_is_reported_while_a_group_takes_long(scene: Scene, stack: ExitSt
 
     scene.engine.before_step = end_when_received
     opened.generator.run()  # the test's deadline ends a hang
-
-
-def test_group_too_large_to_encode_is_lost_and_skipped(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    connection = scene.start(1).link
-    connection.send(group_of([1, 0], problem_id="x" * 2000, group_number=0))
-    assert "lost group=ann/" in caplog.text and "problem" in caplog.text
-    outbox = connection.outbox
-    assert len(outbox) == 0 and outbox.min_group_number == 1  # which the next group has
-    assert (outbox.next_group_number, outbox.num_lost) == (1, 1)
 
 
 @pytest.mark.parametrize(

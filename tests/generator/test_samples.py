@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from generators import FakeEngine, apply_until, generator_of, publish
-from sockets import ANYWHERE, eventually
+from generators import Scene
+from sockets import eventually
 
 from peralta_zmq import wire
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.generator.training_groups import ProblemSource
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import WeightSubscriber
 
 GRANTING = wire.Announcement("run", next_sample_index=100)
 
 
-class Scene:
-    """A generator that serves the weights of step 2, with a batch of 4 groups."""
+class Source:
+    """The problems of a generator that serves the weights of step 2, without sample ranges."""
 
-    def __init__(self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> None:
-        engine = FakeEngine()
-        version = apply_until(engine, subscriber, publish(store, 2, 1.0), 2)
+    def __init__(self, scene: Scene) -> None:
         sections: dict[str, Any] = {
             "train": {"batch_size": 32},
             "sampling": {"num_generations": 8},
         }
-        self._opened = generator_of(engine, subscriber, sockets, version, **sections)
-        sockets.announcements.latest = None
+        self._opened = scene.start(2, **sections)
+        self._scene = scene
+        scene.sockets.announcements.latest = None
         self.connection = self._opened.link
-        self.connection.start_run()  # without sample ranges
-        self._sockets = sockets
-        self.set_timeout(30.0)
+        self.start_run()
 
     def set_timeout(self, range_timeout: float) -> None:
         """Sample with another timeout from now on."""
@@ -60,7 +53,7 @@ class Scene:
                 range_starts={sender: sample_range.start},
                 range_ends={sender: sample_range.stop},
             )
-        self._sockets.announcements.latest = announcement
+        self._scene.announce(announcement)
         self.connection.exchange()
 
     def draw(self, num: int) -> list[int | None]:
@@ -70,84 +63,80 @@ class Scene:
 
 
 @pytest.fixture
-def scene(store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> Scene:
-    return Scene(store, subscriber, sockets)
+def source(scene: Scene) -> Source:
+    return Source(scene)
 
 
-def test_granted_samples_are_drawn_in_order(scene: Scene) -> None:
-    scene.announce(GRANTING)
-    assert scene.draw(1) == [None]
-    scene.announce(GRANTING, range(40, 43))
-    scene.announce(GRANTING, range(40, 43))
-    assert scene.draw(4) == [40, 41, 42, None]
-    scene.announce(GRANTING, range(70, 72))
-    assert scene.draw(3) == [70, 71, None]
+def test_granted_samples_are_drawn_in_order(source: Source) -> None:
+    source.announce(GRANTING)
+    assert source.draw(1) == [None]
+    source.announce(GRANTING, range(40, 43))
+    source.announce(GRANTING, range(40, 43))
+    assert source.draw(4) == [40, 41, 42, None]
+    source.announce(GRANTING, range(70, 72))
+    assert source.draw(3) == [70, 71, None]
 
 
-def test_excluded_problems_are_skipped(scene: Scene) -> None:
-    scene.announce(replace(GRANTING, excluded=b"\1"), range(40, 43))
-    assert scene.draw(2) == [None, None]
-    scene.announce(GRANTING, range(43, 45))
-    assert scene.draw(2) == [43, 44]
+def test_excluded_problems_are_skipped(source: Source) -> None:
+    source.announce(replace(GRANTING, excluded=b"\1"), range(40, 43))
+    assert source.draw(2) == [None, None]
+    source.announce(GRANTING, range(43, 45))
+    assert source.draw(2) == [43, 44]
 
 
 def test_static_share_replaces_ranges_that_a_waiting_trainer_does_not_grant(
-    scene: Scene, caplog: pytest.LogCaptureFixture
+    source: Source, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This generator is the second of three."""
-    live = {"aaa/00": 0, scene.connection.outbox.sender: 0, "zed/00": 0}
+    live = {"aaa/00": 0, source.connection.outbox.sender: 0, "zed/00": 0}
     waiting = replace(GRANTING, waiting=True, received=live)
-    scene.announce(waiting)
-    assert scene.draw(2) == [None] * 2 and not caplog.records
-    scene.set_timeout(0.0)
-    scene.announce(GRANTING)
-    assert scene.draw(2) == [None] * 2  # the trainer computes a step
-    scene.announce(waiting)
-    assert scene.draw(2) == [100, 103]
+    source.announce(waiting)
+    assert source.draw(2) == [None] * 2 and not caplog.records
+    source.set_timeout(0.0)
+    source.announce(GRANTING)
+    assert source.draw(2) == [None] * 2  # the trainer computes a step
+    source.announce(waiting)
+    assert source.draw(2) == [100, 103]
     assert "no sample range from the trainer; sampling every 3. problem, so" in caplog.text
-    scene.announce(waiting, range(102, 106))
-    assert scene.draw(2) == [104, 105]
+    source.announce(waiting, range(102, 106))
+    assert source.draw(2) == [104, 105]
 
 
-def test_other_training_problems_than_those_of_the_trainer_are_refused(scene: Scene) -> None:
-    scene.announce(replace(GRANTING, train_set_digest=b"another!"), range(40, 43))
+def test_other_training_problems_than_those_of_the_trainer_are_refused(source: Source) -> None:
+    source.announce(replace(GRANTING, train_set_digest=b"another!"), range(40, 43))
     with pytest.raises(ConfigError, match=r"has other training problems than the trainer; use"):
-        scene.draw(1)
+        source.draw(1)
 
 
-def test_new_run_drops_the_ranges_of_the_previous_one(scene: Scene) -> None:
-    scene.announce(GRANTING, range(40, 43))
-    assert scene.draw(1) == [40]
-    scene.start_run()
-    assert scene.draw(1) == [None]
-    scene.announce(GRANTING, range(3, 5))
-    assert scene.draw(3) == [3, 4, None]
+def test_new_run_drops_the_ranges_of_the_previous_one(source: Source) -> None:
+    source.announce(GRANTING, range(40, 43))
+    assert source.draw(1) == [40]
+    source.start_run()
+    assert source.draw(1) == [None]
+    source.announce(GRANTING, range(3, 5))
+    assert source.draw(3) == [3, 4, None]
 
 
 def test_status_asks_at_once_when_the_newest_range_begins(
-    store: WeightStore,
-    subscriber: WeightSubscriber,
-    sockets: Sockets,
-    stack: ExitStack,
+    scene: Scene,
 ) -> None:
-    trainer = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id="run")))
-    sender = wire.GeneratorStatusSender(trainer.address, status_seconds=1000.0)
-    statuses = stack.enter_context(closing(sender))
-    scene = Scene(store, subscriber, replace(sockets, statuses=statuses))
+    trainer = scene.status_receiver()
+    scene.connect(statuses=trainer.address, status_seconds=1000.0)
+    source = Source(scene)
     received: list[tuple[bool, int]] = []
 
     def has_received(needs_range: bool, next_sample_index: int) -> bool:
-        scene.connection.exchange()
+        source.connection.exchange()
         for status in trainer.receive(timeout=0.05).values():
             received.append((status.needs_range, status.next_sample_index))
         return (needs_range, next_sample_index) in received
 
     eventually(lambda: has_received(True, 0))
-    scene.announce(GRANTING, range(2))
+    source.announce(GRANTING, range(2))
     eventually(lambda: has_received(True, 2))
-    scene.announce(GRANTING, range(5, 7))
-    scene.draw(2)  # the first range ends: the second one begins
+    source.announce(GRANTING, range(5, 7))
+    source.draw(2)  # the first range ends: the second one begins
     eventually(lambda: has_received(True, 7))
-    scene.draw(1)
+    source.draw(1)
     assert not has_received(True, 8)
     assert len(received) <= 4  # once for each range, and at first

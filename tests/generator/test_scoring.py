@@ -15,21 +15,15 @@ import pytest
 from generators import (
     PROBLEM,
     FakeEngine,
-    apply_until,
+    Scene,
     completion_of,
     environments_of,
-    generator_of,
-    publish,
 )
-from sockets import eventually
 from user_modules import UserModules
 
 from peralta_zmq.errors import RewardError, RewardUnavailableError
 from peralta_zmq.generator.scoring import MAX_REWARD_FAILURES, SampledGroup
-from peralta_zmq.generator.trainer_connection import Sockets
 from peralta_zmq.rollout import Problem, Request, Score
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import WeightSubscriber
 
 REQUEST = Request(0, np.array([1], np.int32))
 GATED = """
@@ -51,14 +45,12 @@ def gated(user_modules: UserModules) -> Any:
 class Run:
     """A generator whose rewards wait for files, and an engine of two slots."""
 
-    def __init__(
-        self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, environments: Any
-    ) -> None:
+    def __init__(self, scene: Scene, environments: Any) -> None:
         self.engine = PolledEngine(slots=2, num_generations=2)
-        version = apply_until(self.engine, subscriber, publish(store, 1, 0.0), 1)
-        self.opened = generator_of(
-            self.engine, subscriber, sockets, version, environments=environments,
-            sampling={"num_generations": 2}, train={"batch_size": 256},
+        scene.engine = self.engine
+        self.opened = scene.start(
+            1, environments=environments, sampling={"num_generations": 2},
+            train={"batch_size": 256},
         )  # fmt: skip
 
     def run_while(self, condition: Callable[[], bool]) -> None:
@@ -85,11 +77,9 @@ class PolledEngine(FakeEngine):
         return super().num_free()
 
 
-def test_engine_samples_on_until_the_queue_is_full(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, gated: Any
-) -> None:
+def test_engine_samples_on_until_the_queue_is_full(scene: Scene, gated: Any) -> None:
     with closing(environments_of(gated.reward, bounded=False, queue_limit=6)) as environments:
-        run = Run(store, subscriber, sockets, environments)
+        run = Run(scene, environments)
         num_full = 0
 
         def is_full_for_a_while() -> bool:
@@ -104,10 +94,10 @@ def test_engine_samples_on_until_the_queue_is_full(
 
 
 def test_groups_are_sent_in_the_order_of_their_completions(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, gated: Any, tmp_path: Path
+    scene: Scene, gated: Any, tmp_path: Path
 ) -> None:
     with closing(environments_of(gated.reward, bounded=False, queue_limit=6)) as environments:
-        run = Run(store, subscriber, sockets, environments)
+        run = Run(scene, environments)
         for name in ("0", "1", "2", "3", "4"):
             (tmp_path / name).touch()
         run.run_while(lambda: len(run.rewards) < 4)
@@ -131,10 +121,8 @@ def test_missing_rewards_of_turns_are_zero_in_their_group() -> None:
 class Queue:
     """A queue of groups, and what it yields."""
 
-    def __init__(self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> None:
-        engine = FakeEngine()
-        version = apply_until(engine, subscriber, publish(store, 1, 0.0), 1)
-        opened = generator_of(engine, subscriber, sockets, version)
+    def __init__(self, scene: Scene) -> None:
+        opened = scene.start(1)
         self.queue, self.link = opened.rewards(), opened.link
 
     def send_finished(self) -> list[tuple[float, ...]]:
@@ -147,27 +135,27 @@ class Queue:
 
 
 @pytest.fixture
-def scene(store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets) -> Queue:
-    return Queue(store, subscriber, sockets)
+def queue(scene: Scene) -> Queue:
+    return Queue(scene)
 
 
-def test_queue_yields_scored_groups_first_in_first_out(scene: Queue) -> None:
+def test_queue_yields_scored_groups_first_in_first_out(queue: Queue) -> None:
     groups = [sampled() for _ in range(3)]
-    scene.queue.add(groups)
+    queue.queue.add(groups)
     groups[1].scores.set_result([Score(2.0)])
-    assert scene.send_finished() == []
+    assert queue.send_finished() == []
     groups[0].scores.set_result([Score(1.0)])
-    assert scene.send_finished() == [(1.0,), (2.0,)]
-    assert len(scene.queue) == 1
-    scene.queue.discard()
-    assert groups[2].scores.cancelled() and not scene.queue
+    assert queue.send_finished() == [(1.0,), (2.0,)]
+    assert len(queue.queue) == 1
+    queue.queue.discard()
+    assert groups[2].scores.cancelled() and not queue.queue
 
 
-def test_queue_drops_groups_of_a_closed_environment(scene: Queue) -> None:
+def test_queue_drops_groups_of_a_closed_environment(queue: Queue) -> None:
     last = sampled()
-    scene.queue.add([sampled(cancelled=True), last])
+    queue.queue.add([sampled(cancelled=True), last])
     last.scores.set_result([Score(1.0)])
-    assert scene.send_finished() == [(1.0,)]
+    assert queue.send_finished() == [(1.0,)]
 
 
 def scored_by(reward: Any) -> SampledGroup:
@@ -184,46 +172,45 @@ def fail_if_wrong(problem: Problem, text: str) -> float:
 
 
 def test_unscored_groups_are_counted_and_end_the_generator_when_consecutive(
-    scene: Queue, caplog: pytest.LogCaptureFixture
+    queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    link, most = scene.link, MAX_REWARD_FAILURES - 1
-    scene.queue.add(scored_by(fail_if_wrong) for _ in range(most))
-    assert scene.send_finished() == []
+    link, most = queue.link, MAX_REWARD_FAILURES - 1
+    queue.queue.add(scored_by(fail_if_wrong) for _ in range(most))
+    assert queue.send_finished() == []
     assert (link.num_unscored, len(link.outbox)) == (most, 0)
     assert "raised ValueError: no such move" in caplog.text
-    scene.queue.add([scored_by(lambda problem, text: float(text == "right"))])
-    assert scene.send_finished() == [(1.0, 0.0)]  # restarts the count
-    scene.queue.add(scored_by(fail_if_wrong) for _ in range(most))
-    assert scene.send_finished() == []
+    queue.queue.add([scored_by(lambda problem, text: float(text == "right"))])
+    assert queue.send_finished() == [(1.0, 0.0)]  # restarts the count
+    queue.queue.add(scored_by(fail_if_wrong) for _ in range(most))
+    assert queue.send_finished() == []
     assert (link.num_unscored, len(link.outbox)) == (2 * most, 1)
-    scene.queue.add([scored_by(fail_if_wrong)])
+    queue.queue.add([scored_by(fail_if_wrong)])
     with pytest.raises(RewardError, match="fail_if_wrong raised ValueError: no such move"):
-        scene.send_finished()
+        queue.send_finished()
 
 
-def test_unavailable_rewards_do_not_end_the_generator(scene: Queue) -> None:
+def test_unavailable_rewards_do_not_end_the_generator(queue: Queue) -> None:
     unavailable: Future[list[Score]] = Future()
     unavailable.set_exception(RewardUnavailableError("no verifier responds"))
     for _ in range(2 * MAX_REWARD_FAILURES):
-        scene.queue.add([SampledGroup(PROBLEM, [], unavailable, None)])
-        assert scene.send_finished() == []
-    assert scene.link.num_unscored == 2 * MAX_REWARD_FAILURES
+        queue.queue.add([SampledGroup(PROBLEM, [], unavailable, None)])
+        assert queue.send_finished() == []
+    assert queue.link.num_unscored == 2 * MAX_REWARD_FAILURES
 
 
 def test_groups_that_are_being_scored_are_dropped_with_the_weights(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, gated: Any, tmp_path: Path
+    scene: Scene, gated: Any, tmp_path: Path
 ) -> None:
     """A roll-back makes groups obsolete whose completions have ended, but which are not sent."""
     with closing(environments_of(gated.reward, bounded=False)) as environments:
-        run = Run(store, subscriber, sockets, environments)
+        run = Run(scene, environments)
 
         def roll_back() -> None:
-            if len(run.engine.submitted) == 4 and run.engine.weights["w"][0] == 0.0:
-                publish(store, 1, 1.0, lineage=1)
-                eventually(lambda: subscriber.poll(timeout=0.2))
+            if len(run.engine.submitted) == 4 and run.engine.weights["w"][0] == 1.0:
+                scene.publish(1, 2.0, lineage=1)
 
         def score_after_it() -> bool:
-            if run.engine.weights["w"][0] == 1.0:
+            if run.engine.weights["w"][0] == 2.0:
                 for name in ("0", "1", "2", "3"):
                     (tmp_path / name).touch()
             return len(run.rewards) < 2

@@ -8,37 +8,27 @@ from dataclasses import replace
 
 import pytest
 from bad_network import BitFlip, proxy_to
-from generators import FakeEngine, apply_until, generator_of, publish
+from generators import Scene
 from sample_data import VOCAB_SIZE, group_of
 from sockets import ANYWHERE, DEADLINE, eventually, unused_address
 
 from peralta_zmq import wire
-from peralta_zmq.generator.trainer_connection import Sockets, Throughput, TrainerConnection
-from peralta_zmq.weights.store import WeightStore
-from peralta_zmq.weights.subscriber import WeightSubscriber
+from peralta_zmq.generator.trainer_connection import Throughput
 
 RUN = "run"  # of the fixtures' weight store
-
-
-def connection_of(
-    sockets: Sockets, store: WeightStore, subscriber: WeightSubscriber
-) -> TrainerConnection:
-    """The connection of a generator that serves the weights of step 1."""
-    engine = FakeEngine()
-    version = apply_until(engine, subscriber, publish(store, 1, 1.0), 1)
-    return generator_of(engine, subscriber, sockets, version).link
 
 
 class Trainer:
     """Receives groups of run RUN and announces each as received, while waiting for more."""
 
-    def __init__(self, stack: ExitStack, **limits: int) -> None:
+    def __init__(self, scene: Scene, stack: ExitStack, **limits: int) -> None:
         self._limits = wire.GroupLimits(VOCAB_SIZE, **limits)
         self.receiver = stack.enter_context(
             closing(wire.RolloutReceiver(ANYWHERE, run_id=RUN, limits=self._limits))
         )
         self.publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
         self.received: dict[str, int] = {}
+        scene.connect(announcements=self.publisher.address)
 
     def receive(self) -> None:
         """Receive a group if one has arrived, and announce."""
@@ -51,21 +41,13 @@ class Trainer:
 
 
 def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
-    store: WeightStore,
-    subscriber: WeightSubscriber,
-    sockets: Sockets,
-    stack: ExitStack,
+    scene: Scene, stack: ExitStack
 ) -> None:
     """The trainer's libzmq waits for a megabyte that never comes, and announcements arrive."""
-    trainer = Trainer(stack)
+    trainer = Trainer(scene, stack)
     proxy = stack.enter_context(proxy_to(trainer.receiver.address))
-    timing = wire.ConnectionTiming(silent_seconds=0.5)
-    rollouts = wire.RolloutSender(proxy.address, timing=timing)
-    stack.callback(rollouts.close, linger_seconds=0)
-    announcements = wire.AnnouncementSubscriber(trainer.publisher.address)
-    stack.enter_context(closing(announcements))
-    sockets = replace(sockets, rollouts=rollouts, announcements=announcements)
-    opened = connection_of(sockets, store, subscriber)
+    scene.connect(rollouts=proxy.address, timing=wire.ConnectionTiming(silent_seconds=0.5))
+    opened = scene.start(1).link
     eventually(lambda: trainer.receive() or opened.exchange(timeout=0.05) or opened.announcement)
 
     group = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
@@ -82,20 +64,16 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
         return trainer.received.get(group.sender) == 2
 
     eventually(is_delivered)
-    assert rollouts.connection.num_reconnects >= 1  # more on a slow machine
+    assert scene.sockets.rollouts.connection.num_reconnects >= 1  # more on a slow machine
     assert opened.outbox.num_lost == 0 and not trainer.receiver.refused
 
 
 def test_groups_too_large_for_the_trainer_do_not_block_others(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+    scene: Scene, stack: ExitStack
 ) -> None:
-    trainer = Trainer(stack, max_rollouts=2, max_tokens=16)
-    rollouts = wire.RolloutSender(trainer.receiver.address)
-    stack.callback(rollouts.close, linger_seconds=0)
-    announcements = wire.AnnouncementSubscriber(trainer.publisher.address)
-    stack.enter_context(closing(announcements))
-    sockets = replace(sockets, rollouts=rollouts, announcements=announcements)
-    opened = connection_of(sockets, store, subscriber)
+    trainer = Trainer(scene, stack, max_rollouts=2, max_tokens=16)
+    scene.connect(rollouts=trainer.receiver.address)
+    opened = scene.start(1).link
     small = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
     large = replace(small, rollouts=group_of([1.0, 0.0], lengths=[10_000] * 2).rollouts)
     # Sent before the first announcement, which closes the connection.
@@ -113,14 +91,11 @@ def test_groups_too_large_for_the_trainer_do_not_block_others(
     assert not trainer.receiver.refused
 
 
-def test_full_send_queue_blocks_nothing_and_keeps_the_order(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
-) -> None:
+def test_full_send_queue_blocks_nothing_and_keeps_the_order(scene: Scene, stack: ExitStack) -> None:
     limits = wire.GroupLimits(VOCAB_SIZE)
     address = unused_address()  # the trainer does not read yet
-    rollouts = wire.RolloutSender(address)
-    stack.callback(rollouts.close, linger_seconds=0)
-    opened = connection_of(replace(sockets, rollouts=rollouts), store, subscriber)
+    scene.connect(rollouts=address)
+    opened = scene.start(1).link
     group = group_of([1.0, 0.0], run_id=RUN, generator_id="ann", incarnation=opened.incarnation)
     started = time.monotonic()
     for number in range(5):
@@ -144,30 +119,30 @@ def test_full_send_queue_blocks_nothing_and_keeps_the_order(
 
 
 def test_announced_lack_of_statuses_opens_the_status_connection_again(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+    scene: Scene, stack: ExitStack
 ) -> None:
-    receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
+    receiver = scene.status_receiver()
     proxy = stack.enter_context(proxy_to(receiver.address))
-    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(proxy.address)))
-    opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
+    scene.connect(statuses=proxy.address)
+    opened = scene.start(1).link
     eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))
     proxy.damage = lambda chunk: b""  # as if the trainer waited for the rest of a long message
     opened.send_status()
     assert receiver.receive(timeout=0.3) == {}
 
     silent = wire.Announcement(RUN, without_status={opened.outbox.sender: 11})
-    sockets.announcements.latest = silent
+    scene.announce(silent)
     proxy.damage = bytes
     eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))
-    assert statuses.connection.num_reconnects == 1
+    assert scene.sockets.statuses.connection.num_reconnects == 1
 
 
 def test_status_reports_the_shares_of_time_without_a_group_and_in_the_queue(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+    scene: Scene,
 ) -> None:
-    receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
-    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
-    opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
+    receiver = scene.status_receiver()
+    scene.connect(statuses=receiver.address)
+    opened = scene.start(1).link
     eventually(lambda: opened.send_status() or receiver.receive(timeout=0.05))
 
     def next_status() -> wire.GeneratorStatus:
@@ -194,19 +169,20 @@ def test_status_reports_the_shares_of_time_without_a_group_and_in_the_queue(
 
 
 def test_status_has_the_reason_why_newer_weights_cannot_be_read(
-    store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+    scene: Scene,
 ) -> None:
-    receiver = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
-    statuses = stack.enter_context(closing(wire.GeneratorStatusSender(receiver.address)))
-    opened = connection_of(replace(sockets, statuses=statuses), store, subscriber)
-    away = store.folder.rename(store.folder.with_name("away"))
+    receiver = scene.status_receiver()
+    scene.connect(statuses=receiver.address)
+    opened = scene.start(1).link
+    folder = scene.store.folder
+    away = folder.rename(folder.with_name("away"))
 
     def reason() -> str:
         opened.send_status()
         received = receiver.receive(timeout=0.05).values()
         return next((status.store_error for status in received), "")
 
-    expected = f"{store.address} has no weights any more; is it mounted?"
+    expected = f"{scene.store.address} has no weights any more; is it mounted?"
     eventually(lambda: reason() == expected)
-    away.rename(store.folder)
-    eventually(lambda: subscriber.store_error == "")
+    away.rename(folder)
+    eventually(lambda: scene.subscriber.store_error == "")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from sockets import ANYWHERE
 
 from peralta_zmq import wire
 from peralta_zmq.build.dry_run import PromptReader
@@ -172,3 +174,49 @@ def generator_of(
     chats = ChatQueue(slots=4, max_model_len=64)
     generator = Generator(config, engine, reader, environments, weights, link, chats)
     return OpenedGenerator(generator, config, engine, reader, environments, weights, link)
+
+
+class Scene:
+    """A fake engine, a weight store of run `run`, and sockets without a trainer."""
+
+    def __init__(
+        self, store: WeightStore, subscriber: WeightSubscriber, sockets: Sockets, stack: ExitStack
+    ) -> None:
+        self.store, self.subscriber, self.sockets = store, subscriber, sockets
+        self.engine = FakeEngine()
+        self._stack = stack
+
+    def connect(
+        self, *, rollouts: str = "", announcements: str = "", statuses: str = "", **options: Any
+    ) -> None:
+        """Connect these sockets to addresses of a trainer."""
+        opened: dict[str, Any] = {}
+        if rollouts:
+            opened["rollouts"] = wire.RolloutSender(rollouts, **options)
+            self._stack.callback(opened["rollouts"].close, linger_seconds=0)
+        if announcements:
+            opened["announcements"] = wire.AnnouncementSubscriber(announcements)
+            self._stack.enter_context(closing(opened["announcements"]))
+        if statuses:
+            opened["statuses"] = wire.GeneratorStatusSender(statuses, **options)
+            self._stack.enter_context(closing(opened["statuses"]))
+        self.sockets = replace(self.sockets, **opened)
+
+    def status_receiver(self) -> wire.GeneratorStatusReceiver:
+        receiver = wire.GeneratorStatusReceiver(ANYWHERE, run_id="run")
+        return self._stack.enter_context(closing(receiver))
+
+    def start(self, step: int, **options: Any) -> OpenedGenerator:
+        """A generator that serves the weights of `step`; `options` are those of `generator_of`."""
+        first = publish(self.store, step, float(step))
+        version = apply_until(self.engine, self.subscriber, first, step)
+        return generator_of(self.engine, self.subscriber, self.sockets, version, **options)
+
+    def publish(self, step: int, value: float, *, lineage: int = 0) -> Version:
+        """Publish another version and wait until it can be applied."""
+        version = publish(self.store, step, value, lineage=lineage)
+        assert self.subscriber.poll(timeout=20) is not None
+        return version
+
+    def announce(self, announcement: wire.Announcement) -> None:
+        self.sockets.announcements.latest = announcement
