@@ -16,12 +16,12 @@ from peralta_zmq.addresses import host_and_port, read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.environments import rows_task
-from peralta_zmq.environments.data_files import DataRow, read_rows
 from peralta_zmq.environments.dataset import (
     Environments,
     Functions,
     labeled_problem,
     load_problems,
+    read_problems,
 )
 from peralta_zmq.environments.reward_functions import (
     RewardFunction,
@@ -37,7 +37,7 @@ from peralta_zmq.learning.demonstrations import Demonstrations, demonstration
 from peralta_zmq.learning.packing import Packing
 from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.observe.terminal import track
-from peralta_zmq.rollout import Message, Problem, Rollout
+from peralta_zmq.rollout import Problem, Rollout
 from peralta_zmq.signatures import Signature, call_error
 
 logger = logging.getLogger(__name__)
@@ -124,25 +124,31 @@ def make_demonstrations(
         models.model_folder(config.model.name), trust_remote_code=config.model.trust_remote_code
     )
     env = config.environments[0]
-    system = [Message("system", env.system_prompt)] if env.system_prompt else []
     variables = _template_variables(env, _tool_schemas(config, env))
     vocab_size = int(model.config.vocab_size)
     end = models.end_of_turn(tokenizer, variables)
     end_ids = [cast(int, token) for token in (end, tokenizer.eos_token_id) if token is not None][:1]
 
-    def rollout_of_row(row: DataRow) -> Rollout:
-        chat = [*system, *(row.messages or [Message("user", row.prompt)])]
-        prompt = row.token_ids.split() or models.chat_prompt(tokenizer, chat, **variables)
-        completion = tokenizer.encode(row.answer, add_special_tokens=False)
-        if (token := max([*map(int, prompt), *completion, *end_ids])) >= vocab_size:
+    def rollout_of(problem: Problem) -> Rollout:
+        prompt = problem.input_token_ids or models.chat_prompt(
+            tokenizer, problem.messages, **variables
+        )
+        completion = tokenizer.encode(problem.answer, add_special_tokens=False)
+        if (token := max([*prompt, *completion, *end_ids])) >= vocab_size:
             raise TaskError(
-                f"row {row.line_number} of loss.sft_file has token {token}, but the model has "
+                f"row {problem.row} of loss.sft_file has token {token}, but the model has "
                 f"{vocab_size}; resize its embeddings to the tokenizer, or remove the added tokens"
             )
-        return demonstration([*map(int, prompt)], [*completion, *end_ids])
+        return demonstration([*prompt], [*completion, *end_ids])
 
-    demonstrated = read_rows(section.sft_file, prompt_column="prompt", answer_column="completion")
-    rollouts = [*map(rollout_of_row, demonstrated)]
+    demonstrated = read_problems(
+        section.sft_file,
+        "sft",
+        prompt_column="prompt",
+        answer_column="completion",
+        system_prompt=env.system_prompt or "",
+    )
+    rollouts = [*map(rollout_of, demonstrated)]
     limit = config.train.max_tokens_per_microbatch
     if num_long := sum(len(rollout.token_ids) > limit for rollout in rollouts):
         logger.warning(

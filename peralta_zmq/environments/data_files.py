@@ -1,9 +1,4 @@
-"""The rows of data sets: CSV, JSONL and Parquet files, and folders of the library datasets.
-
-A row has a column for the prompt, a text or a chat, and one for the answer. The column
-`input_token_ids` may hold the tokens of the prompt instead, and `info` an object for the reward
-functions: in CSV, and in a text of Parquet, as JSON.
-"""
+"""The records of data sets: CSV, JSONL and Parquet files, and folders of the library datasets."""
 
 from __future__ import annotations
 
@@ -13,16 +8,13 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 from peralta_zmq.errors import TaskError, choices_text, import_extra
-from peralta_zmq.rollout import Message, Role
 
 DATA_FOLDER = Path(__file__).parent / "data"
 SHIPPED = tuple(sorted(file.stem for file in DATA_FOLDER.glob("*.csv")))  # names of data sets
 TOKENS_COLUMN = "input_token_ids"
-INFO_COLUMN = "info"
-MESSAGE = ("role", "content")  # keys of a message
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIX = ".parquet"
 csv.field_size_limit((1 << 31) - 1)  # characters; a memory limit, 131,072 by default
@@ -32,60 +24,42 @@ class Record(NamedTuple):
     line_number: int  # first line of the row in the file
     values: Mapping[str, Any]  # by column
     texts: Mapping[str, Any]  # the same with numbers as text, so that 0.1 stays exact
+    source: str = ""  # the data set
 
     def text(self, column: str) -> str:
         """The text or number of a column, or token ids separated by spaces.
 
-        Raises ValueError for another value, and for a lone surrogate.
+        Raises TaskError for another value, and for a lone surrogate.
         """
         value = self.texts[column]
         if column == TOKENS_COLUMN and isinstance(value, list):
             return " ".join(map(str, cast("list[object]", value)))
-        place = f"line {self.line_number}: column '{column}'"
         if not isinstance(value, str):
-            raise ValueError(f"{place} is {value!r:.40}; it must be text or a number")
+            raise self.error(f"column '{column}' is {value!r:.40}; it must be text or a number")
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{place} has a lone surrogate {value!a:.40}") from None
+            raise self.error(f"column '{column}' has a lone surrogate {value!a:.40}") from None
         return value
 
+    def error(self, reason: str) -> TaskError:
+        return TaskError(f"'{self.source}' line {self.line_number}: {reason}")
 
-class DataRow(NamedTuple):
-    line_number: int
-    prompt: str  # empty if the row has no text as prompt
-    token_ids: str  # numbers separated by spaces; empty if the row has none
-    messages: tuple[Message, ...]  # the prompt, if it is a chat
-    answer: str = ""
-    info: Mapping[str, Any] = {}
-
-
-def read_rows(source: str, *, prompt_column: str, answer_column: str) -> list[DataRow]:
-    """Read all rows of a data set, in file order; other columns are ignored.
-
-    `source` is the name of a shipped data set or a path. Every row needs an answer, and a prompt or
-    `input_token_ids`. Raises TaskError.
-    """
-    rows: list[DataRow] = []
-    try:
-        for record in read_records(source):
-            row = row_of(record, prompt_column)
-            if answer_column not in record.values:
-                raise missing_column(record, answer_column, setting="data.answer_column")
-            rows.append(row._replace(answer=record.text(answer_column), info=_info(record)))
-        return rows
-    except ValueError as error:
-        raise TaskError(f"'{source}' {error}") from None
+    def missing_column(self, column: str, *, setting: str) -> TaskError:
+        names = ", ".join(map(repr, self.values))
+        names = f"the columns are {names}; name one with {setting}" if names else "the row is empty"
+        return self.error(f"no column '{column}'; {names}")
 
 
 def read_records(source: str, split: str = "train") -> list[Record]:
     """Read all records of a data set, in file order; `split` is that of a folder.
 
-    Raises TaskError for a file that is missing, empty or not UTF-8, or with a damaged record.
+    `source` is the name of a shipped data set or a path. Raises TaskError for a file that is
+    missing, empty or not UTF-8, or with a damaged record.
     """
     path = _path(source)
     try:
-        records = [*_records(path, split)]
+        records = [each._replace(source=source) for each in _records(path, split)]
     except ValueError as error:
         raise TaskError(f"'{source}' {error}") from None
     if not records:
@@ -234,58 +208,3 @@ def _table_records(read: Callable[[], list[Any]]) -> Iterator[Record]:
                 f"row {number}: bytes that are not UTF-8 text ({error.reason})"
             ) from None
         yield Record(number, json.loads(text), json.loads(text, parse_int=str, parse_float=str))
-
-
-def row_of(record: Record, prompt_column: str) -> DataRow:
-    """The prompt of a record; ValueError if it is missing, or not a text, number or chat."""
-    number = record.line_number
-    prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record.values]
-    if not prompts:
-        raise missing_column(record, prompt_column, setting="data.prompt_column")
-    messages: tuple[Message, ...] = ()
-    if isinstance(chat := record.values.get(prompt_column), list):
-        messages = _messages(cast("list[Any]", chat), number)
-        prompts.remove(prompt_column)
-    texts = {column: record.text(column) for column in prompts}
-    return DataRow(number, texts.get(prompt_column, ""), texts.get(TOKENS_COLUMN, ""), messages)
-
-
-def missing_column(record: Record, column: str, *, setting: str) -> ValueError:
-    names = ", ".join(map(repr, record.values))
-    names = f"the columns are {names}; name one with {setting}" if names else "the row is empty"
-    return ValueError(f"line {record.line_number}: no column '{column}'; {names}")
-
-
-def _messages(chat: Sequence[Any], number: int) -> tuple[Message, ...]:
-    messages: list[Message] = []
-    for message in chat:
-        role, content = (message.get(key) if isinstance(message, dict) else None for key in MESSAGE)
-        if isinstance(content, list):  # parts, which may be images
-            parts = cast("list[Any]", content)
-            texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-            content = "".join(map(str, texts)) if None not in texts else None
-        if role not in get_args(Role) or not isinstance(content, str):
-            raise ValueError(
-                f"line {number}: the prompt has {message!r:.40}; each message needs a role "
-                f"({', '.join(get_args(Role))}) and a text as content"
-            )
-        messages.append(Message(cast(Role, role), content))
-    if not messages or messages[-1].role == "assistant":
-        raise ValueError(f"line {number}: the prompt does not end with a message of the user")
-    return tuple(messages)
-
-
-def _info(record: Record) -> Mapping[str, Any]:
-    value: object = record.values.get(INFO_COLUMN)
-    if value is None or value == "":
-        return {}
-    try:
-        parsed: object = json.loads(value) if isinstance(value, str) else value
-    except (json.JSONDecodeError, RecursionError):
-        parsed = value
-    if not isinstance(parsed, dict):
-        raise ValueError(
-            f"line {record.line_number}: column '{INFO_COLUMN}' is {value!r:.40}, which is not a "
-            "JSON object"
-        )
-    return cast("dict[str, Any]", parsed)

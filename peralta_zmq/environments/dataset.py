@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from operator import length_hint
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
-from peralta_zmq.environments.data_files import TOKENS_COLUMN, DataRow, read_rows
+from peralta_zmq.environments.data_files import TOKENS_COLUMN, Record, read_records
 from peralta_zmq.environments.reward_pool import RewardPool
 from peralta_zmq.environments.turns import Reply
 from peralta_zmq.errors import ConfigError, TaskError, choices_text
-from peralta_zmq.rollout import Completion, Message, Problem, Score
+from peralta_zmq.rollout import Completion, Message, Problem, Role, Score
 from peralta_zmq.signatures import Signature, call_error
 
 Split: TypeAlias = Literal["train", "eval"]
 Parsed = TypeVar("Parsed")
+INFO_COLUMN = "info"
 logger = logging.getLogger(__name__)
 
 
@@ -188,10 +189,10 @@ def problems_from_files(
     prompt_column: str = "prompt",
     answer_column: str = "answer",
 ) -> Callable[..., Iterator[Problem]]:
-    """The function `problems` of a task whose problems are the rows of a file.
+    """The function `problems` of a task whose problems are the records of a file.
 
-    `train`, `eval` and the columns are defaults of settings in [data]. `check` raises ValueError
-    for an unusable answer, which `problems_of_rows` skips.
+    `train`, `eval` and the columns are defaults of settings in [data]; `check` as in
+    `read_problems`.
     """
 
     def problems(
@@ -204,28 +205,58 @@ def problems_from_files(
         answer_column: str = answer_column,
         system_prompt: str = "",
     ) -> Iterator[Problem]:
-        source = train if split == "train" else eval
-        rows = read_rows(source, prompt_column=prompt_column, answer_column=answer_column)
-
-        def problem_of(row: DataRow) -> Problem:
-            check(row.answer)
-            return problem_of_row(row, task, system_prompt)
-
-        return problems_of_rows(source, rows, problem_of)
+        return read_problems(
+            train if split == "train" else eval,
+            task,
+            prompt_column=prompt_column,
+            answer_column=answer_column,
+            system_prompt=system_prompt,
+            check=check,
+        )
 
     return problems
 
 
-def problems_of_rows(
-    source: str, rows: Sequence[DataRow], problem_of: Callable[[DataRow], Problem]
+def read_problems(
+    source: str,
+    task: str,
+    *,
+    prompt_column: str,
+    answer_column: str,
+    system_prompt: str = "",
+    check: Callable[[str], object] = str,
 ) -> Iterator[Problem]:
-    """Iterator over the problems of rows, with the number of unread rows as length hint.
+    """The problems of a data set, as `usable_problems`.
 
-    A row for which `problem_of` raises ValueError is skipped and logged at the end, or causes a
-    TaskError if no row is usable.
+    The column `info` may hold an object for the reward functions: in CSV, and in a text of Parquet,
+    as JSON. `check` raises ValueError for an unusable answer. Raises TaskError for a file that
+    cannot be read, and for a missing column.
     """
-    unread = iter(rows)
-    return _RowProblems(_usable_problems(source, unread, problem_of), unread)
+
+    def problem_of(record: Record) -> Problem:
+        if answer_column not in record.values:
+            raise record.missing_column(answer_column, setting="data.answer_column")
+        answer = record.text(answer_column)
+        problem = problem_of_record(record, task, prompt_column, system_prompt)
+        try:
+            check(answer)
+        except ValueError as reason:
+            raise ValueError(f"answer {answer!r:.80}: {reason}") from None
+        return replace(problem, answer=answer, info=_info(record))
+
+    return usable_problems(read_records(source), problem_of)
+
+
+def usable_problems(
+    records: Sequence[Record], problem_of: Callable[[Record], Problem]
+) -> Iterator[Problem]:
+    """Iterator over the problems of records, with the number of unread ones as length hint.
+
+    A record for which `problem_of` raises ValueError is skipped and logged at the end, or causes a
+    TaskError if none is usable.
+    """
+    unread = iter(records)
+    return _Problems(_usable_problems(unread, problem_of), unread)
 
 
 def parsed_answer(problem: Problem, parse: Callable[[str], Parsed]) -> Parsed:
@@ -239,8 +270,8 @@ def parsed_answer(problem: Problem, parse: Callable[[str], Parsed]) -> Parsed:
         ) from None
 
 
-class _RowProblems:
-    def __init__(self, problems: Iterator[Problem], unread: Iterator[DataRow]) -> None:
+class _Problems:
+    def __init__(self, problems: Iterator[Problem], unread: Iterator[Record]) -> None:
         self._problems = problems
         self._unread = unread
 
@@ -255,15 +286,17 @@ class _RowProblems:
 
 
 def _usable_problems(
-    source: str, rows: Iterator[DataRow], problem_of: Callable[[DataRow], Problem]
+    records: Iterator[Record], problem_of: Callable[[Record], Problem]
 ) -> Iterator[Problem]:
     num_kept = 0
     refused: list[str] = []
-    for row in rows:
+    source = ""
+    for record in records:
+        source = record.source
         try:
-            problem = problem_of(row)
+            problem = problem_of(record)
         except ValueError as reason:
-            refused.append(f"row={row.line_number} answer={row.answer!r:.80} reason='{reason}'")
+            refused.append(f"row={record.line_number} reason='{reason}'")
         else:
             num_kept += 1
             yield problem
@@ -280,24 +313,70 @@ def _usable_problems(
         )
 
 
-def problem_of_row(row: DataRow, task: str, system_prompt: str) -> Problem:
-    """The problem of a row; ValueError for an empty prompt or invalid token ids."""
-    words = row.token_ids.split()
+def problem_of_record(record: Record, task: str, prompt_column: str, system_prompt: str) -> Problem:
+    """The problem of a record without its answer: the prompt is a text, a chat, or token ids.
+
+    Raises TaskError for a column that is missing or has other values, and ValueError for an empty
+    prompt or invalid token ids.
+    """
+    prompts = [column for column in (prompt_column, TOKENS_COLUMN) if column in record.values]
+    if not prompts:
+        raise record.missing_column(prompt_column, setting="data.prompt_column")
+    chat = record.values.get(prompt_column)
+    messages = _messages(cast("list[Any]", chat), record) if isinstance(chat, list) else ()
+    if messages:
+        prompts.remove(prompt_column)
+    texts = {column: record.text(column) for column in prompts}
+    prompt = texts.get(prompt_column, "")
+    words = texts.get(TOKENS_COLUMN, "").split()
     largest = 2**31 - 1  # token ids are stored as int32
     if not all(word.isascii() and word.isdigit() and int(word) <= largest for word in words):
         raise ValueError(f"{TOKENS_COLUMN} must be integers from 0 to {largest}")
-    messages = row.messages or tuple(Message("user", text) for text in [row.prompt] if text)
+    contents = [message.content for message in messages] or [prompt or texts.get(TOKENS_COLUMN, "")]
+    if prompt:
+        messages = (Message("user", prompt),)
     if not words and not any(message.content.strip() for message in messages):
         raise ValueError("the prompt is empty")
     if system_prompt and not words and messages[0].role != "system":
         messages = (Message("system", system_prompt), *messages)
-    texts = [message.content for message in row.messages] or [row.prompt or row.token_ids]
     return Problem(
-        id=problem_id((task, *texts)),
+        id=problem_id((task, *contents)),
         task=task,
         messages=messages,
-        answer=row.answer,
+        answer="",
         input_token_ids=tuple(map(int, words)),
-        row=row.line_number,
-        info=row.info,
+        row=record.line_number,
     )
+
+
+def _messages(chat: Sequence[Any], record: Record) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    for message in chat:
+        keys = ("role", "content")
+        role, content = (message.get(key) if isinstance(message, dict) else None for key in keys)
+        if isinstance(content, list):  # parts, which may be images
+            parts = cast("list[Any]", content)
+            texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+            content = "".join(map(str, texts)) if None not in texts else None
+        if role not in get_args(Role) or not isinstance(content, str):
+            raise record.error(
+                f"the prompt has {message!r:.40}; each message needs a role "
+                f"({', '.join(get_args(Role))}) and a text as content"
+            )
+        messages.append(Message(cast(Role, role), content))
+    if not messages or messages[-1].role == "assistant":
+        raise record.error("the prompt does not end with a message of the user")
+    return tuple(messages)
+
+
+def _info(record: Record) -> Mapping[str, Any]:
+    value: object = record.values.get(INFO_COLUMN)
+    if value is None or value == "":
+        return {}
+    try:
+        parsed: object = json.loads(value) if isinstance(value, str) else value
+    except (json.JSONDecodeError, RecursionError):
+        parsed = value
+    if not isinstance(parsed, dict):
+        raise record.error(f"column '{INFO_COLUMN}' is {value!r:.40}, which is not a JSON object")
+    return cast("dict[str, Any]", parsed)

@@ -13,16 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from peralta_zmq.environments.answer_match import form_of, is_empty, match_reward
-from peralta_zmq.environments.data_files import (
+from peralta_zmq.environments.data_files import Record, folder_splits, read_records
+from peralta_zmq.environments.dataset import (
     INFO_COLUMN,
-    DataRow,
-    Record,
-    folder_splits,
-    missing_column,
-    read_records,
-    row_of,
+    Split,
+    problem_of_record,
+    usable_problems,
 )
-from peralta_zmq.environments.dataset import Split, problem_of_row, problems_of_rows
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import Problem
 
@@ -51,15 +48,24 @@ def problems(
         raise TaskError("task rows has no data set; set data.train to a file")
     source = eval if split == "eval" and eval else train
     records = _records_of(split, source, eval)
-    try:
-        rows = _rows(records, prompt_column, answer_column)
-    except ValueError as error:
-        raise TaskError(f"'{source}' {error}") from None
+    columns = records[0].values
+    prompt = prompt_column or next((name for name in PROMPT_COLUMNS if name in columns), "prompt")
+    answer = answer_column or next((name for name in ANSWER_COLUMNS if name in columns), "")
+    # A column `answer` that is not the answer would take its place as an argument.
+    hidden = {prompt, "answer"} - {answer}
 
-    def problem_of(row: DataRow) -> Problem:
-        return replace(problem_of_row(row, "rows", system_prompt), is_text=not row.messages)
+    def problem_of(record: Record) -> Problem:
+        info = {name: value for name, value in record.values.items() if name not in hidden}
+        extra = info.pop(INFO_COLUMN, None)
+        info |= extra if isinstance(extra, dict) else {} if extra is None else {INFO_COLUMN: extra}
+        return replace(
+            problem_of_record(record, "rows", prompt, system_prompt),
+            answer=_answer_of(record, answer),
+            info=info,
+            is_text=not isinstance(record.values.get(prompt), list),
+        )
 
-    return problems_of_rows(source, rows, problem_of)
+    return usable_problems(records, problem_of)
 
 
 def reward(problem: Problem, completion_text: str) -> float:
@@ -96,26 +102,10 @@ def _records_of(split: Split, source: str, eval: str) -> list[Record]:
     return [row for index, row in enumerate(records) if (index in indices) == (split == "eval")]
 
 
-def _rows(records: Sequence[Record], prompt_column: str, answer_column: str) -> list[DataRow]:
-    columns = records[0].values
-    prompt = prompt_column or next((name for name in PROMPT_COLUMNS if name in columns), "prompt")
-    answer = answer_column or next((name for name in ANSWER_COLUMNS if name in columns), "")
-    rows: list[DataRow] = []
-    for record in records:
-        row = row_of(record, prompt)
-        # A column `answer` that is not the answer would take its place as an argument.
-        hidden = {prompt, "answer"} - {answer}
-        info = {name: value for name, value in record.values.items() if name not in hidden}
-        extra = info.pop(INFO_COLUMN, None)
-        info |= extra if isinstance(extra, dict) else {} if extra is None else {INFO_COLUMN: extra}
-        rows.append(row._replace(answer=_answer_of(record, answer), info=info))
-    return rows
-
-
 def _answer_of(record: Record, column: str) -> str:
     if column:
         if column not in record.texts:
-            raise missing_column(record, column, setting="data.answer_column")
+            raise record.missing_column(column, setting="data.answer_column")
         return _text(record.texts[column], record.values[column])
     rules = [values.get("reward_model") for values in (record.texts, record.values)]
     text, value = (rule.get("ground_truth") if isinstance(rule, dict) else None for rule in rules)

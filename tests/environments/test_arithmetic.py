@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peralta_zmq.environments.arithmetic import evaluate
-from peralta_zmq.environments.data_files import read_rows
+from peralta_zmq.environments.dataset import read_problems
 
 WORST_SECONDS = 0.010
 
@@ -202,6 +202,6 @@ def test_evaluate_equals_python(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["math_1k", "math_250", "math_10k"])
 def test_shipped_targets_equal_python(name: str) -> None:
-    rows = read_rows(name, prompt_column="natural_language", answer_column="python_expression")
-    targets = [row.answer for row in rows]
+    columns = {"prompt_column": "natural_language", "answer_column": "python_expression"}
+    targets = [problem.answer for problem in read_problems(name, "calculator", **columns)]
     assert [evaluate(target) for target in targets] == [by_python(target) for target in targets]

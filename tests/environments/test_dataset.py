@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from peralta_zmq.environments.data_files import read_rows
+from peralta_zmq.environments.dataset import read_problems
 from peralta_zmq.errors import TaskError
+from peralta_zmq.rollout import Problem
 
 Write = Callable[[str, "str | bytes"], str]
 
@@ -26,16 +27,13 @@ def write(tmp_path: Path) -> Write:
     return make
 
 
-def rows_of(source: str) -> list[tuple[int, str, str]]:
-    """Line number, prompt and answer of each row."""
-    rows = read_rows(source, prompt_column="q", answer_column="a")
-    assert not any(row.token_ids for row in rows)
-    return [(row.line_number, row.prompt, row.answer) for row in rows]
+def problems_of(source: str) -> list[Problem]:
+    return [*read_problems(source, "x", prompt_column="q", answer_column="a")]
 
 
 def error_of(source: str) -> str:
     with pytest.raises(TaskError) as caught:
-        read_rows(source, prompt_column="q", answer_column="a")
+        problems_of(source)
     return str(caught.value)
 
 
@@ -64,12 +62,14 @@ READABLE: dict[str, tuple[str, str | bytes, list[tuple[int, str, str]]]] = {
 @pytest.mark.parametrize("case", READABLE)
 def test_rows_have_line_numbers_and_unchanged_text(write: Write, case: str) -> None:
     name, content, expected = READABLE[case]
-    assert rows_of(write(name, content)) == expected
+    problems = problems_of(write(name, content))
+    assert [(each.row, each.question, each.answer) for each in problems] == expected
 
 
 def test_field_may_be_longer_than_the_default_limit_of_csv(write: Write) -> None:
     text = "word " * 40_000
-    assert rows_of(write("x.csv", f"q,a\n{text},1\n")) == [(2, text, "1")]
+    (problem,) = problems_of(write("x.csv", f"q,a\n{text},1\n"))
+    assert problem.question == text
 
 
 def test_unknown_name_is_refused_with_similar_names() -> None:
@@ -130,8 +130,8 @@ def test_unusable_file_is_refused_with_line_and_reason(write: Write, case: str) 
     ("x.csv", 'q,a,info\none,1,"{""level"": 2, ""tags"": [""x""]}"\ntwo,2,\n'),
 ])  # fmt: skip
 def test_info_is_an_object(write: Write, name: str, content: str) -> None:
-    rows = read_rows(write(name, content), prompt_column="q", answer_column="a")
-    assert [row.info for row in rows] == [{"level": 2, "tags": ["x"]}, {}]
+    infos = [each.info for each in problems_of(write(name, content))]
+    assert infos == [{"level": 2, "tags": ["x"]}, {}]
 
 
 @pytest.mark.parametrize(("name", "content"), [
@@ -147,17 +147,15 @@ def test_parquet_has_the_types_of_jsonl(tmp_path: Path) -> None:
     file = tmp_path / "x.parquet"
     columns = {"q": ["one", "two"], "a": [1, 2], "info": [{"level": 2}, None]}
     parquet.write_table(arrow.table(columns), file)
-    rows = read_rows(str(file), prompt_column="q", answer_column="a")
-    assert [(row.prompt, row.answer, row.info) for row in rows] == [
+    assert [(each.question, each.answer, each.info) for each in problems_of(str(file))] == [
         ("one", "1", {"level": 2}), ("two", "2", {}),
     ]  # fmt: skip
     tokens = {"input_token_ids": [[5, 6]], "a": ["1"]}
     parquet.write_table(arrow.table(tokens), file)
-    (row,) = read_rows(str(file), prompt_column="q", answer_column="a")
-    assert row.token_ids == "5 6"
+    assert problems_of(str(file))[0].input_token_ids == (5, 6)
     parquet.write_table(arrow.table({"q": ["é".encode()], "a": [b"1"]}), file)
-    (row,) = read_rows(str(file), prompt_column="q", answer_column="a")
-    assert (row.prompt, row.answer) == ("é", "1")
+    (problem,) = problems_of(str(file))
+    assert (problem.question, problem.answer) == ("é", "1")
     parquet.write_table(arrow.table({"q": [b"\xe9"], "a": ["1"]}), file)
     assert "row 1: bytes that are not UTF-8 text (unexpected end" in error_of(str(file))
     file.write_bytes(b"PAR1")

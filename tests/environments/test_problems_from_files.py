@@ -54,9 +54,9 @@ def test_rows_with_invalid_target_or_empty_prompt_are_skipped_and_logged(
         assert [problem.answer for problem in from_file(source)] == ["1 + 1", "2"]
     prefix = f"event=row_refused source='{source}'"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{prefix} row=3 answer='one' reason=''e' is not arithmetic'",
-        f"{prefix} row=4 answer='9**9**9' reason='an exponent beyond 64'",
-        f"{prefix} row=5 answer='3' reason='the prompt is empty'",
+        f"{prefix} row=3 reason='answer 'one': 'e' is not arithmetic'",
+        f"{prefix} row=4 reason='answer '9**9**9': an exponent beyond 64'",
+        f"{prefix} row=5 reason='the prompt is empty'",
         f"event=rows_refused source='{source}' refused=3 kept=2",
     ]
 
