@@ -45,7 +45,7 @@ TABLES: dict[Kind, dict[str, str]] = {
     "engine": {
         "native": "peralta_zmq.engines.native.native_engine",
         "hf": "peralta_zmq.engines.hf_engine",
-        "mlx": "peralta_zmq.engines.mlx.mlx_engine",
+        "mlx": "peralta_zmq.engines.mlx",
         "vllm": "peralta_zmq.engines.vllm.vllm_engine:VllmEngine",
     },
     "loss": dict.fromkeys(LOSS_NAMES, "peralta_zmq.learning.losses:policy_loss"),

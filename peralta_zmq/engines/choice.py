@@ -141,10 +141,7 @@ def _check_settings(name: str, settings: EngineSettings, why: str) -> None:
 
 def live_engine(name: str) -> LiveEngineFactory:
     """The engine with which a trainer evaluates its model: native where `name` cannot."""
-    # Engine mlx needs a library that the trainer may lack.
-    if name != "hf" and (name == AUTO or registry.is_shipped("engine", name)):
-        name = "native"
-    factory = registry.resolve("engine", name)
+    factory = registry.resolve("engine", "native" if name == AUTO else name)
     if not hasattr(factory, "open_live"):
         factory = registry.resolve("engine", "native")
     return cast(LiveEngineFactory, factory)

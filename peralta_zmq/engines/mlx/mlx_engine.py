@@ -34,7 +34,7 @@ OTHERS = "set engine.name to native or hf"
 GROUP_SIZE = 64  # weights that share a scale when quantized
 
 
-def open(folder: Path, settings: EngineSettings, *, step: int = 0) -> RowEngine:
+def open_engine(folder: Path, settings: EngineSettings, *, step: int) -> RowEngine:
     device, dtype = chosen_device(settings)
     mx.set_default_device(mlx_device(device))
     tokenizer, end_ids, weights = open_files(folder, settings)
