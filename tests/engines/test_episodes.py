@@ -406,19 +406,3 @@ def test_interrupted_episode_keeps_its_reply_unless_dropped(
     assert (sampler.num_resumed, sampler.num_in_flight) == (0, 0)
     assert ended == ([] if is_dropped else [group])
     assert len(game.seen) == 3
-
-
-def test_interrupted_episode_with_a_reply_waits_for_its_next_turn(tokenizer: Any) -> None:
-    game, engine = Game(1), native(tokenizer)
-    sampler = Sampler(engine, tokenizer, max_turns=8)
-    group = sampler.start(TURNS, 3, SAMPLING, replies=game)
-    while len(game.seen) < 3:
-        sampler.advance()
-    sampler.interrupt([group])
-    while any(episode.reply is not None for episode in group.episodes):
-        assert sampler.advance() == []
-    assert engine.num_free() == 4
-    sampler.resume([group])
-    while sampler.num_in_flight:
-        sampler.advance()
-    assert len(game.seen) == 6 and len(group.completions) == 3

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from peralta_zmq import models
-from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines import Sampler
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
 
@@ -132,20 +132,6 @@ def test_interrupted_groups_are_requested_again_with_their_tokens(tokenizer: Any
     assert partial is not None and (partial.index, partial.token_ids.tolist()) == (2, [5, 2])
     assert [each.resumes for each in engine.submitted if each.index != 2] == [None] * 4
     assert (sampler.num_in_flight, sampler.num_resumed) == (0, 1)
-
-
-def test_oldest_token_of_a_group_is_that_of_any_completion(tokenizer: Any) -> None:
-    engine = ScriptedEngine()
-    sampler = Sampler(engine, tokenizer)
-    groups = [sampler.start(problem, 2, Sampling()) for problem in PROBLEMS]
-    engine.ending, engine.partial = [[0]], {2: 4}
-    sampler.advance()
-    sampler.interrupt(groups)
-
-    def older(step: int) -> list[Group]:
-        return [group for group in groups if group.has_older_token(step)]
-
-    assert [older(step) for step in (0, 1, 4, 5)] == [[], groups[:1], groups[:1], groups[:2]]
 
 
 def test_dropped_groups_leave_the_engine_and_the_queue(tokenizer: Any) -> None:

@@ -68,9 +68,6 @@ async def judge_group(prompts, completions, answer, bonus, **columns):
     assert completions == [[{"role": "assistant", "content": "4"}]] * 2
     assert answer == ["4", "4"] and columns["id"] == ["7", "7"]
     return [bonus, None]
-async def judge_all(completions):
-    while not (HERE / "go").exists(): await asyncio.sleep(0.005)
-    return [1] * len(completions)
 def lengths(completion_ids):
     return numpy.array([len(ids) for ids in completion_ids])
 async def judge(problem, text):
@@ -221,20 +218,6 @@ def test_full_queue_has_no_room_until_calls_end(task: ModuleType, pool: RewardPo
     Path(task.__file__).with_name("x").touch()
     assert rewards(future) == [1.0] * 4
     assert pool.num_waiting == 0
-
-
-def test_group_functions_fill_the_queue_by_completions(task: ModuleType, pool: RewardPool) -> None:
-    """Awaited calls of whole groups run at the same time; only waiting ones count."""
-    function = RewardFunction(task.judge_all, takes_group=True)
-    source = LocalFunctions([function], pool)
-    futures = [score(source, ["8"] * 3) for _ in range(4)]  # as many as are awaited at a time
-    until(lambda: pool.num_waiting == 0)
-    assert source.has_room
-    futures += [score(source, ["8"] * 3) for _ in range(2)]
-    assert not source.has_room and pool.num_waiting == 6
-    assert task.__file__ is not None
-    Path(task.__file__).with_name("go").touch()
-    assert [rewards(future) for future in futures] == [[1.0] * 3] * 6
 
 
 def test_coroutine_functions_are_awaited_at_the_same_time(

@@ -93,17 +93,6 @@ def test_engine_samples_on_until_the_queue_is_full(scene: Scene, gated: Any) -> 
         assert run.rewards == []
 
 
-def test_groups_are_sent_in_the_order_of_their_completions(
-    scene: Scene, gated: Any, tmp_path: Path
-) -> None:
-    with closing(environments_of(gated.reward, bounded=False, queue_limit=6)) as environments:
-        run = Run(scene, environments)
-        for name in ("0", "1", "2", "3", "4"):
-            (tmp_path / name).touch()
-        run.run_while(lambda: len(run.rewards) < 4)
-        assert run.rewards[:4] == [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
-
-
 def sampled(*, cancelled: bool = False) -> SampledGroup:
     scores: Future[list[Score]] = Future()
     if cancelled:

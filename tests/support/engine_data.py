@@ -32,6 +32,13 @@ PROMPTS = [
     [5, 11], [5, 9, 33, 12], [6, 6, 6, 6, 6], [5, 12], [9], [5, 9, 33, 13],
 ]  # fmt: skip
 GREEDY = Sampling(temperature=0.0, max_completion_length=12)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "temperature": {"temperature": 0.7}, "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.5}, "min_tokens": {"min_tokens": 6},
+    "all": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02,
+            "repetition_penalty": 1.2, "min_tokens": 3},
+}  # fmt: skip
 FAMILIES = {
     "qwen3": {}, "qwen2": {"model_type": "qwen2"},
     "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},

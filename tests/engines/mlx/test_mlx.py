@@ -14,6 +14,7 @@ import torch
 from engine_data import (
     DEVICE,
     GREEDY,
+    OPTIONS,
     PROMPTS,
     assert_greedy_matches,
     requests,
@@ -24,6 +25,8 @@ from engine_data import (
 )
 
 from peralta_zmq import models, registry
+from peralta_zmq.engines.native.token_sampler import sample_rows
+from peralta_zmq.engines.row_engine import SamplingInputs
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.registry import Engine, EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Sampling
@@ -178,3 +181,25 @@ def test_equal_prompts_are_computed_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(MlxModel, "prefill", counted)
     sampled(engine, GREEDY, requests(PROMPTS[:3], siblings=4))
     assert computed == [3]
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_sampled_tokens_and_logprobs_are_those_of_the_native_engine(options: str) -> None:
+    import mlx.core as mx  # pyright: ignore[reportMissingImports]
+
+    from peralta_zmq.engines.mlx.mlx_engine import sample
+
+    random = np.random.default_rng(0)
+    logits = random.normal(0, 3, (200, 64)).astype(np.float32)
+    inputs = SamplingInputs(
+        Sampling(**OPTIONS[options]),
+        random.random(200, dtype=np.float32),
+        seen=random.random((200, 64)) < 0.2 if "repetition_penalty" in OPTIONS[options] else None,
+        banned=random.random((200, 64)) < 0.2 if "min_tokens" in OPTIONS[options] else None,
+    )
+    tokens, logprobs = (np.array(each) for each in sample(mx.array(logits), inputs))
+    expected, expected_logprobs = sample_rows(torch.from_numpy(logits), inputs)
+    # The sums of probabilities round differently.
+    assert (tokens == expected).mean() > 0.98
+    same = tokens == expected
+    assert logprobs[same] == pytest.approx(expected_logprobs[same], abs=1e-4)
