@@ -53,7 +53,6 @@ def reward(problem, text):
     if text == "pid": return os.getpid() / 1e3
     return {"nan": math.nan, "inf": math.inf, "none": None, "word": "1", "true": True,
             "large": 2e6}.get(text, 0.25 * int(problem.answer))
-def with_bonus(problem, text, *, bonus): return 1 + bonus
 def meet(problem, text):
     "Returns when as many calls as `text` says are running."
     (HERE / f"call-{os.getpid()}-{time.monotonic_ns()}").touch()
