@@ -21,8 +21,6 @@ from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
 from peralta_zmq.rollout import Message
 from tools.link_proxy import free_ports
 
-REPO = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize("reward", ["null", '"1"', "NaN", "1e9", '{"right": "1"}'])
 def test_response_without_a_number_is_an_error(reward: str) -> None:
@@ -42,39 +40,6 @@ def test_response_without_messages_is_an_error(reply: str) -> None:
     unexpected = pytest.raises(RewardError, match=r"unexpected response \(")
     with FixedResponse(f'{{"messages": {reply}}}'.encode()) as server, unexpected:
         remote_at(server.port).reply(PROBLEM, messages).result()
-
-
-@pytest.mark.slow  # waits for a verifier that starts again
-def test_client_waits_for_killed_verifier_and_gets_true_rewards(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    port = free_ports()
-    command = [sys.executable, str(REPO / "bin/verifier"), "--verifier.port", str(port)]
-    caplog.set_level("INFO")
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start() -> None:
-        started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-
-    environment = remote_at(port, retry_seconds=50)
-    start()
-    try:
-        far = list(environment.problems("train", 0))
-        near = list(calculator.problems("train", 0))
-        assert reward_of(environment, far[0], near[0].answer) == 1.0
-        started[0].kill()
-        started[0].wait()
-        restart = threading.Timer(1.0, start)
-        restart.start()
-        rewards = [reward_of(environment, far[n], near[n].answer) for n in range(1, 60)]
-        restart.join()
-        assert rewards == [1.0] * 59
-        lines = [line for line in caplog.messages if line.startswith("waiting for the verifier")]
-        assert len(lines) == 2  # for the start, and for the restart
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
 
 
 # Several verifiers.

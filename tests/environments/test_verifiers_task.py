@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -224,39 +222,6 @@ def test_single_turn_has_prompt_weighted_rewards_and_metrics() -> None:
     right = Score(2.0, {"right": 1.0, "long": 0.0, "characters": 1.0})
     assert task.reward(problem, "0") == task.reward(problem, "<think>0 + 0</think>\n\n0") == right
     assert task.reward(problem, "00") == Score(-0.5, {"right": 0.0, "long": 1.0, "characters": 2.0})
-
-
-class JudgeHandler(BaseHTTPRequestHandler):
-    """An LLM that answers yes."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        message = {"role": "assistant", "content": "yes"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge",
-                "choices": [choice]}  # fmt: skip
-        content = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-def test_judge_over_http_is_one_of_the_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "x")
-    with ThreadingHTTPServer(("127.0.0.1", 0), JudgeHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        judge = {"id": "reference", "base_url": f"http://127.0.0.1:{server.server_port}/v1"}
-        judge |= {"api_key_var": "JUDGE_KEY", "model": "judge", "weight": 0.25}
-        task = task_of("my_sums")
-        options = {"size": 1, "task": {"judges": [judge]}}
-        (problem,) = load_problems(task.problems, "train", seed=0, options=options)
-        score = task.reward(problem, problem.answer)
-        server.shutdown()
-    assert (score.reward, score.rewards["reference"]) == (2.25, 1.0)
 
 
 def test_train_and_eval_tasks_differ_whatever_their_number() -> None:
