@@ -173,7 +173,6 @@ class Rows:
         self.max_model_len = max_model_len
         self.count = 0
         self.requests: list[Request] = []
-        self._options: list[Sampling] = []  # without parameters of whole completions
         self.tokens = np.zeros(shape, np.int64)  # generated tokens
         self.logprobs = np.zeros(shape, np.float32)
         self.steps = np.zeros(shape, np.int32)  # policy step of each token
@@ -193,7 +192,6 @@ class Rows:
         row = self.count
         self.count += 1
         self.requests.append(request)
-        self._options.append(_token_options(sampling))
         self.num_tokens[row] = 0
         self.num_prompt[row] = len(request.prompt_ids)
         self.limits[row] = limit = max_new_tokens(request, self.max_model_len)
@@ -211,15 +209,13 @@ class Rows:
         self, first_row: int, vocab_size: int
     ) -> Iterator[tuple[np.ndarray | slice, SamplingInputs]]:
         """Divide the rows from `first_row` on, from which their indices count, by options."""
-        options = self._options[first_row:]
         rows = np.arange(first_row, self.count)
-        divided: dict[int, list[int]] = {}  # id() of the options -> indices
-        for index, each in enumerate(options):
-            divided.setdefault(id(each), []).append(index)
-        for indices in divided.values():
+        divided: dict[Sampling, list[int]] = {}
+        for index, request in enumerate(self.requests[first_row:]):
+            divided.setdefault(_token_options(request.sampling), []).append(index)
+        for sampling, indices in divided.items():
             # A slice makes no copy of the logits.
             part = slice(None) if len(divided) == 1 else np.array(indices)
-            sampling = options[indices[0]]
             yield (
                 part,
                 SamplingInputs(
@@ -328,20 +324,17 @@ class Rows:
         for array in (*tables, *numbers):
             array[row] = array[last]
         self.requests[row] = self.requests[last]
-        self._options[row] = self._options[last]
         self.requests.pop()
-        self._options.pop()
 
     def clear(self) -> None:
         self.count = 0
         self.requests.clear()
-        self._options.clear()
 
     def length(self, row: int) -> int:
         return int(self.num_prompt[row] + self.num_tokens[row])
 
 
-@lru_cache(maxsize=1024)  # so that rows with equal options mostly have the same object
+@lru_cache(maxsize=1024)
 def _token_options(sampling: Sampling) -> Sampling:
     """The parameters that `sample` reads, without those of whole completions."""
     return replace(
