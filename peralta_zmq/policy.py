@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 
 from peralta_zmq import build
 from peralta_zmq.config import Config
-from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.rollout import Completion, Message, Problem, Role, Sampling
 from peralta_zmq.trainer.evaluate_model import open_target
@@ -66,7 +66,7 @@ class Policy:
             known = ", ".join(Sampling.__dataclass_fields__)
             raise ConfigError(f"unknown in {', '.join(sampling)}; there are {known}") from None
         sampler = Sampler(self.engine, self.tokenizer)
-        groups: list[Group] = []
+        groups: list[RequestGroup] = []
         try:
             for prompt in prompts:
                 groups.append(sampler.start(_problem_of(prompt), n, chosen))

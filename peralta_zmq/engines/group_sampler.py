@@ -42,8 +42,8 @@ class Replies(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Group:
-    """The completions of a problem, in the order of their requests when all have ended."""
+class RequestGroup:
+    """The requests for a problem's completions, which are in their order when all have ended."""
 
     problem: Problem
     replies: Replies | None = None  # if the task has turns
@@ -64,7 +64,7 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    group: Group
+    group: RequestGroup
     index: int  # Request.index of the first turn
     request: Request  # of the last turn
     turns: list[Completion] = field(default_factory=list[Completion])  # that have ended
@@ -81,8 +81,8 @@ class Sampler:
         self._max_turns = max_turns
         self._num_started = 0  # episodes of groups
         self._num_alone = 0  # single completions, whose indices are negative
-        self._groups: list[Group] = []  # groups in flight
-        self._ended: list[Group] = []  # groups that `advance` has not returned yet
+        self._groups: list[RequestGroup] = []  # groups in flight
+        self._ended: list[RequestGroup] = []  # groups that `advance` has not returned yet
         self._queue: deque[Episode] = deque()  # episodes that wait for the engine
         self._sampled: dict[int, Episode] = {}  # episodes in the engine by index of the request
         self._answered: list[Episode] = []  # episodes whose reply is computed
@@ -104,13 +104,13 @@ class Sampler:
         sampling: Sampling,
         *,
         replies: Replies | None = None,
-    ) -> Group:
+    ) -> RequestGroup:
         tokens = problem.input_token_ids or models.chat_prompt(
             self._tokenizer, problem.messages, **problem.chat_template_kwargs
         )
         prompt_ids = np.array(tokens, np.int32)
         has_turns = replies is not None and replies.has_turns(problem)
-        group = Group(problem, replies if has_turns else None)
+        group = RequestGroup(problem, replies if has_turns else None)
         first = self._num_started
         self._num_started += num_generations
         for index in range(first, self._num_started):
@@ -122,19 +122,19 @@ class Sampler:
 
     def start_alone(
         self, prompt_ids: Int32Array, sampling: Sampling, *, sampled: list[SampledToken]
-    ) -> Group:
+    ) -> RequestGroup:
         """Start a single completion, before others that wait; `sampled` gets its tokens at once."""
         self._num_alone += 1
         request = Request(
             -self._num_alone, prompt_ids, sampling, is_standalone=True, sampled=sampled
         )
-        group = Group(Problem("", "", (), "", tuple(prompt_ids.tolist())))
+        group = RequestGroup(Problem("", "", (), "", tuple(prompt_ids.tolist())))
         group.episodes.append(Episode(group, request.index, request))
         self._groups.append(group)
         self._queue.extendleft(group.episodes)
         return group
 
-    def advance(self) -> list[Group]:
+    def advance(self) -> list[RequestGroup]:
         """Take a decode step of the engine; returns the groups that have ended.
 
         If only replies are missing, waits up to a millisecond for one. After an EngineError or
@@ -152,12 +152,12 @@ class Sampler:
         self._ended = []
         return ended
 
-    def interrupt(self, groups: Collection[Group]) -> None:
+    def interrupt(self, groups: Collection[RequestGroup]) -> None:
         """Take groups out of the engine; they keep the tokens sampled so far."""
         for episode, completion in self._take_out(groups):
             episode.request = replace(episode.request, resumes=completion)
 
-    def resume(self, groups: Collection[Group]) -> None:
+    def resume(self, groups: Collection[RequestGroup]) -> None:
         """Sample interrupted groups on, before those that wait."""
         resumed = [group for group in groups if group.is_interrupted]
         for group in resumed:
@@ -165,7 +165,7 @@ class Sampler:
         episodes = [episode for group in resumed for episode in group.episodes]
         self._queue.extendleft(each for each in reversed(episodes) if each.reply is None)
 
-    def drop(self, groups: Collection[Group]) -> None:
+    def drop(self, groups: Collection[RequestGroup]) -> None:
         """End groups without a result; cancels the replies that are computed."""
         for group in groups:
             for episode in group.episodes:
@@ -176,7 +176,7 @@ class Sampler:
         self._ended = [group for group in self._ended if group not in groups]
         self._answered = [each for each in self._answered if each.group not in groups]
 
-    def _take_out(self, groups: Collection[Group]) -> list[tuple[Episode, Completion]]:
+    def _take_out(self, groups: Collection[RequestGroup]) -> list[tuple[Episode, Completion]]:
         """Take groups out of the queue and the engine; returns what the engine has sampled."""
         for group in groups:
             group.is_interrupted = True

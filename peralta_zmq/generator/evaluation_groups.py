@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from peralta_zmq import build
 from peralta_zmq.build import dry_run
 from peralta_zmq.config import Config
-from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.environments.curriculum import is_in_bitmap
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import examples_for
@@ -49,7 +49,7 @@ class EvaluationGroups:
         # Of the running evaluation:
         self._held_out: Environments | None = None
         self._positions: Iterator[int] = iter(())  # positions of problems that were not started
-        self._groups: list[Group] = []  # in flight
+        self._groups: list[RequestGroup] = []  # in flight
         self._scores: list[Future[list[Score]]] = []  # scores of the groups that have ended
 
     @property
@@ -83,7 +83,7 @@ class EvaluationGroups:
         if self._held_out is not None:
             self._start_groups(sampler, self._held_out)
 
-    def take(self, ended: Collection[Group]) -> list[SampledGroup]:
+    def take(self, ended: Collection[RequestGroup]) -> list[SampledGroup]:
         """Remove the evaluation's groups among those that have ended; begin to score them."""
         sampled: list[SampledGroup] = []
         for group in ended:

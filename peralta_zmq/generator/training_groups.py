@@ -17,7 +17,7 @@ from itertools import count as count_from
 
 from peralta_zmq import build, wire
 from peralta_zmq.config import Config
-from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.environments.curriculum import ProblemSampler, is_in_bitmap
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
@@ -58,9 +58,9 @@ class TrainingGroups:
             follow_step_size=len({*config.group_sizes.values()}) > 1,
             silence_seconds=link.silence_seconds,
         )
-        self.groups: list[Group] = []  # in flight, or interrupted
+        self.groups: list[RequestGroup] = []  # in flight, or interrupted
         self.is_paused = False  # start no further group, because an evaluation is due
-        self._failed: list[Group] = []  # in flight at the last failure of the engine
+        self._failed: list[RequestGroup] = []  # in flight at the last failure of the engine
         self.start_run()
 
     def start_run(self) -> None:
@@ -82,7 +82,7 @@ class TrainingGroups:
             self.groups.append(group)
             self._pacer.record_start()
 
-    def take(self, ended: Collection[Group]) -> list[SampledGroup]:
+    def take(self, ended: Collection[RequestGroup]) -> list[SampledGroup]:
         """Remove the training groups among those that have ended; begin to score them."""
         own = [group for group in ended if group in self.groups]
         self.groups = [group for group in self.groups if group not in own]
@@ -131,7 +131,7 @@ class TrainingGroups:
             self._link.num_aborted += num_dropped
             logger.info("dropped interrupted groups: count=%d reason=stale", num_dropped)
 
-    def _drop(self, groups: list[Group], sampler: Sampler) -> int:
+    def _drop(self, groups: list[RequestGroup], sampler: Sampler) -> int:
         sampler.drop(groups)
         self.groups = [group for group in self.groups if group not in groups]
         return len(groups)

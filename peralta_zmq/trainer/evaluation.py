@@ -15,7 +15,7 @@ from contextlib import closing
 
 from peralta_zmq import build, models
 from peralta_zmq.config import Config
-from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.environments.curriculum import MAX_POSITIONS
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import Evaluation, summarize
@@ -38,8 +38,9 @@ class Answering:
         self._held_out = held_out
         self._sampler = Sampler(engine, tokenizer, max_turns=config.task.max_turns)
         self._sampling_of = build.eval_group_sampling(config, seed=config.run.seed)
-        self._sampled: list[Group] = []
-        self._scored: list[tuple[Group, Future[list[Score]]]] = []  # whose rewards are computed
+        self._sampled: list[RequestGroup] = []
+        # Groups whose rewards are computed.
+        self._scored: list[tuple[RequestGroup, Future[list[Score]]]] = []
         self._num_answered = 0
         self._failure: TaskError | None = None  # the last failure of a reward
 
@@ -84,7 +85,7 @@ class Answering:
         self._sampler.drop(self._sampled)
 
 
-def _answers(group: Group, scores: Sequence[Score]) -> list[Answer]:
+def _answers(group: RequestGroup, scores: Sequence[Score]) -> list[Answer]:
     return [
         Answer(
             group.problem.question,

@@ -20,7 +20,7 @@ from engine_data import (
 from sample_data import tiny_model
 
 from peralta_zmq import models
-from peralta_zmq.engines import Group, Sampler, hf_engine
+from peralta_zmq.engines import RequestGroup, Sampler, hf_engine
 from peralta_zmq.engines.group_sampler import TURN_STRIDE
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.engines.row_engine import RowEngine
@@ -389,7 +389,7 @@ def test_interrupted_groups_end_as_without_interruption(
 def test_interrupted_episode_keeps_its_reply_unless_dropped(
     is_dropped: bool, tokenizer: Any
 ) -> None:
-    game, ended = Held(), list[Group]()
+    game, ended = Held(), list[RequestGroup]()
     sampler = Sampler(native(tokenizer), tokenizer, max_turns=8)
     group = sampler.start(TURNS, 3, SAMPLING, replies=game)
     while len(game.seen) < 3:

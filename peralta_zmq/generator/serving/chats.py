@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
-from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.rollout import Completion, Int32Array, SampledToken, Sampling
 
 MAX_WAITING = 32  # completions; together with those in flight below the limit of connections
@@ -51,7 +51,7 @@ class ChatQueue:
         self._max_in_flight = max(1, slots // 8)
         self._start_seconds = start_seconds
         self._next_start = 0.0  # monotonic seconds
-        self._in_flight: dict[Group, ChatCompletion] = {}
+        self._in_flight: dict[RequestGroup, ChatCompletion] = {}
         self._waiting: deque[ChatCompletion] = deque()
         self._lock = threading.Lock()  # protects `_waiting` and `_is_closed`
         self._is_closed = False
@@ -94,7 +94,7 @@ class ChatQueue:
                 group = sampler.start_alone(chat.prompt_ids, chat.sampling, sampled=chat.tokens)
                 self._in_flight[group] = chat
 
-    def complete(self, ended: Collection[Group]) -> None:
+    def complete(self, ended: Collection[RequestGroup]) -> None:
         """Set the results of chats whose groups have ended."""
         for group in ended:
             if (chat := self._in_flight.pop(group, None)) is not None:

@@ -10,7 +10,7 @@ import pytest
 from engine_data import PROMPTS, sharp_model, tokens
 
 from peralta_zmq import models
-from peralta_zmq.engines import Group, Sampler
+from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.generator.serving.chats import (
     MAX_WAITING,
@@ -36,7 +36,7 @@ class Scene:
         self.sampler = Sampler(self.engine, tokenizer)
         self.chats = ChatQueue(slots=16, max_model_len=64, start_seconds=start_seconds)
 
-    def advance(self) -> list[Group]:
+    def advance(self) -> list[RequestGroup]:
         """An iteration of the generator's loop."""
         self.chats.submit_due(self.sampler)
         ended = self.sampler.advance()
@@ -48,7 +48,7 @@ class Scene:
     ) -> list[Completion]:
         """The completions of a group for each of PROMPTS."""
         waiting = [Problem("", "mine", (), "", tuple(ids)) for ids in PROMPTS]
-        groups, ended = list[Group](), list[Group]()
+        groups, ended = list[RequestGroup](), list[RequestGroup]()
         while waiting or not all(group in ended for group in groups):
             while waiting and self.sampler.has_room:
                 groups.append(self.sampler.start(waiting.pop(0), 8, sampling))
