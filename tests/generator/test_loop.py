@@ -242,6 +242,24 @@ def test_failed_engine_gets_newest_weights_and_resumes_groups(
     assert caplog.text.count("reason=the process has ended") == 2
 
 
+def test_group_in_flight_at_two_failures_is_dropped(scene: Scene) -> None:
+    """Groups of 3 in 4 slots: the first group ends between the failures, the second does not."""
+    loop = Loop(scene, 1)
+    loop.engine = cast(Any, FailingEngine(loop.engine, failures=(2, 6)))
+
+    def reward(problem: Problem, text: str) -> float:
+        loop.steps.append(loop.engine.step)
+        if len(loop.steps) == 9:
+            loop.end_run()
+        return 1.0
+
+    loop.run(
+        reward, sampling={"num_generations": 3, "max_completion_length": 4, "min_tokens": 4},
+        train={"batch_size": 126},
+    )  # fmt: skip
+    assert loop.opened.link.num_aborted == 1
+
+
 def test_engine_that_fails_repeatedly_without_a_group_ends_the_generator(scene: Scene) -> None:
     loop = Loop(scene, 1)
     loop.engine = cast(Any, FailingEngine(loop.engine, failures=range(99)))
