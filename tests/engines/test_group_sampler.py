@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from generators import FakeEngine
 
 from peralta_zmq import models
 from peralta_zmq.engines import Sampler
-from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling
+from peralta_zmq.rollout import Message, Problem, Request, Sampling
 
 PROBLEMS = [
     Problem(str(number), "calculator", (Message("user", f"{number} plus 2"),), str(number + 2))
@@ -18,60 +18,12 @@ PROBLEMS = [
 ]
 
 
-class ScriptedEngine:
-    """An engine of which the test says which completions end, and what the others have."""
-
-    step, max_model_len = 0, 128
-
-    def __init__(self, slots: int = 99) -> None:
-        self._slots = slots
-        self.in_flight: dict[int, Request] = {}
-        self.submitted: list[Request] = []
-        self.ending: list[Sequence[int]] = []  # indices that end in the next steps
-        self.partial: dict[int, int] = {}  # index -> policy step of the tokens of a dropped one
-
-    def num_free(self) -> int:
-        return self._slots - len(self.in_flight)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        assert len(requests) <= self.num_free()
-        self.submitted += requests
-        self.in_flight |= {request.index: request for request in requests}
-
-    def advance(self) -> list[Completion]:
-        ended = self.ending.pop(0) if self.ending else [*self.in_flight]
-        return [completion_of(self.in_flight.pop(index)) for index in ended]
-
-    def drop(self, ids: Collection[int]) -> list[Completion]:
-        dropped = [self.in_flight.pop(index) for index in ids if index in self.in_flight]
-        return [
-            completion_of(each, self.partial[each.index])
-            for each in dropped
-            if each.index in self.partial
-        ]
-
-    def apply(self, update: WeightUpdate) -> None:
-        raise NotImplementedError
-
-
-def completion_of(request: Request, step: int = 0) -> Completion:
-    return Completion(
-        index=request.index,
-        prompt_ids=request.prompt_ids,
-        token_ids=np.array([5, 2], np.int32),
-        logprobs=np.array([-1, -1], np.float32),
-        policy_steps=np.array([step, step], np.int32),
-        finish_reason="stop",
-        text="5",
-    )
-
-
 def indices_of(requests: Sequence[Request]) -> list[int]:
     return [request.index for request in requests]
 
 
 def test_group_ends_with_the_last_of_its_completions_in_order(tokenizer: Any) -> None:
-    engine = ScriptedEngine()
+    engine = FakeEngine(slots=99)
     sampler = Sampler(engine, tokenizer)
     groups = [sampler.start(problem, 2, Sampling()) for problem in PROBLEMS]
     engine.ending = [[4], [1], [5], [2], [0], [3]]  # the third problem is complete first
@@ -85,7 +37,7 @@ def test_group_ends_with_the_last_of_its_completions_in_order(tokenizer: Any) ->
 
 
 def test_group_may_be_started_while_a_slot_is_free(tokenizer: Any) -> None:
-    engine = ScriptedEngine(slots=3)
+    engine = FakeEngine(slots=3)
     sampler = Sampler(engine, tokenizer)
     sampler.start(PROBLEMS[0], 2, Sampling())
     assert sampler.has_room
@@ -101,7 +53,7 @@ def test_group_may_be_started_while_a_slot_is_free(tokenizer: Any) -> None:
 
 
 def test_single_completion_takes_a_slot_before_others_that_wait(tokenizer: Any) -> None:
-    engine = ScriptedEngine(slots=1)
+    engine = FakeEngine(slots=1)
     sampler = Sampler(engine, tokenizer)
     sampler.start(PROBLEMS[0], 2, Sampling())
     sampler.advance()
@@ -115,7 +67,7 @@ def test_single_completion_takes_a_slot_before_others_that_wait(tokenizer: Any) 
 
 
 def test_interrupted_groups_are_requested_again_with_their_tokens(tokenizer: Any) -> None:
-    engine = ScriptedEngine()
+    engine = FakeEngine(slots=99)
     sampler = Sampler(engine, tokenizer)
     groups = [sampler.start(problem, 2, Sampling()) for problem in PROBLEMS[:2]]
     engine.ending, engine.partial = [[0]], {2: 4}
@@ -129,13 +81,13 @@ def test_interrupted_groups_are_requested_again_with_their_tokens(tokenizer: Any
     assert sampler.advance() == groups
     assert indices_of(engine.submitted) == [1, 2, 3, 4, 5]
     partial = engine.submitted[1].resumes
-    assert partial is not None and (partial.index, partial.token_ids.tolist()) == (2, [5, 2])
+    assert partial is not None and (partial.index, partial.token_ids.tolist()) == (2, [5, 6])
     assert [each.resumes for each in engine.submitted if each.index != 2] == [None] * 4
     assert (sampler.num_in_flight, sampler.num_resumed) == (0, 1)
 
 
 def test_dropped_groups_leave_the_engine_and_the_queue(tokenizer: Any) -> None:
-    engine = ScriptedEngine(slots=3)
+    engine = FakeEngine(slots=3)
     sampler = Sampler(engine, tokenizer)
     groups = [sampler.start(problem, 2, Sampling()) for problem in PROBLEMS]
     engine.ending = [[]]

@@ -37,7 +37,8 @@ BAD_STEP = 13
 class FakeEngine:
     """Keeps copies of the applied weights; rejects those of BAD_STEP.
 
-    Every completion ends in its first decode step, with the number of its group as its text.
+    Every completion ends in its first decode step, with the number of its group as its text, unless
+    the test says in `ending` which end in the next steps.
     """
 
     max_model_len = 64
@@ -49,8 +50,10 @@ class FakeEngine:
         self.before_step: Callable[[], None] = lambda: None  # called by `advance`
         self.after_apply: Callable[[], None] = lambda: None
         self.is_endless = False  # no completion ends
+        self.ending: list[Sequence[int]] = []  # indices of requests
+        self.partial: dict[int, int] = {}  # index -> policy step of the tokens of a dropped one
         self._slots, self._num_generations = slots, num_generations
-        self._in_flight: list[Request] = []
+        self._in_flight: dict[int, Request] = {}
 
     def apply(self, update: WeightUpdate) -> None:
         if update.step == BAD_STEP:
@@ -63,22 +66,28 @@ class FakeEngine:
         return self._slots - len(self._in_flight)
 
     def submit(self, requests: Sequence[Request]) -> None:
+        assert len(requests) <= self.num_free()
         self.submitted += requests
-        self._in_flight += requests
+        self._in_flight |= {request.index: request for request in requests}
 
     def advance(self) -> list[Completion]:
         self.before_step()
         if self.is_endless:
             return []
-        ended, self._in_flight = self._in_flight, []
+        indices = self.ending.pop(0) if self.ending else [*self._in_flight]
+        ended = [self._in_flight.pop(index) for index in indices]
         return [
             completion_of(each, str(each.index // self._num_generations), self.step)
             for each in ended
         ]
 
     def drop(self, ids: Collection[int]) -> list[Completion]:
-        self._in_flight = [each for each in self._in_flight if each.index not in ids]
-        return []
+        dropped = [self._in_flight.pop(index) for index in ids if index in self._in_flight]
+        return [
+            completion_of(each, "", self.partial[each.index])
+            for each in dropped
+            if each.index in self.partial
+        ]
 
 
 def completion_of(request: Request, text: str, step: int = 1) -> Completion:
