@@ -50,17 +50,6 @@ def has_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> bool:
     return all(torch.equal(current[name], tensor) for name, tensor in weights.items())
 
 
-def test_newest_version_is_applied_once(store: WeightStore, subscriber: WeightSubscriber) -> None:
-    first, newest = publish(store, 1, 1.0), publish(store, 3, 3.0)
-    version = apply_until(engine := FakeEngine(), subscriber, first, 3)
-    assert version.weights_id == newest.weights_id
-    assert engine.weights["w"].tolist() == [3.0] * 4
-    engine.weights.clear()
-    assert subscriber.poll(timeout=0.3) is None
-    assert apply_newest(engine, subscriber, version) is version
-    assert engine.weights == {}
-
-
 def test_version_of_another_tokenizer_is_refused_in_use(
     store: WeightStore, subscriber: WeightSubscriber, caplog: pytest.LogCaptureFixture
 ) -> None:
