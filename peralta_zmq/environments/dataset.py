@@ -234,10 +234,10 @@ def read_problems(
     """
 
     def problem_of(record: Record) -> Problem:
+        problem = problem_of_record(record, task, prompt_column, system_prompt)
         if answer_column not in record.values:
             raise record.missing_column(answer_column, setting="data.answer_column")
         answer = record.text(answer_column)
-        problem = problem_of_record(record, task, prompt_column, system_prompt)
         try:
             check(answer)
         except ValueError as reason:
