@@ -253,7 +253,5 @@ def _names(folder: Path) -> list[str]:
 def _compare(announced: dict[int, str], found: dict[str, Any]) -> dict[str, Any]:
     """How many versions were announced, which of them are lost, which have STABLE and are torn."""
     good = found["good"]
-    lost = [
-        number for number, weights_id in announced.items() if good.get(str(number)) != weights_id
-    ]
+    lost = [number for number, weights_id in announced.items() if good.get(number) != weights_id]
     return {"announced": len(announced), "lost": lost, "torn": found["bad"], "good": len(good)}

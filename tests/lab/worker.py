@@ -1,22 +1,23 @@
 """Functions that call the weight store in a guest process.
 
-Requests and replies are JSON lines; an exception of the store is a reply. The tensors of a
-version are computed from its step, so a reader can compare all bits.
+An exception of the store is a reply. The tensors of a version are computed from its step, so a
+reader can compare all bits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import safetensors.torch
 import torch
+from lab.network import enter
 
 from peralta_zmq.errors import StoreError
 from peralta_zmq.weights.publisher import Pruner, Retention
@@ -30,22 +31,22 @@ KEYFRAME_INTERVAL = 5
 COMPANIONS = {"config.json": b"{}\n"}
 
 
-def work(requests: IO[str], replies: IO[str]) -> None:
-    """Reply to requests until their pipe is closed."""
+def work(pipe: Connection, client: str | None) -> None:
+    """Reply to requests on a client, or on the server if it is None."""
+    if client:
+        enter(client)
     torch.set_num_threads(1)
-    REPLIES.append(replies)
-    for line in requests:
-        request = json.loads(line)
+    PIPES.append(pipe)
+    while True:
+        do, arguments = pipe.recv()
         start_time = time.monotonic()
         try:
-            reply = HANDLERS[request.pop("do")](**request)
+            reply = globals()[do](**arguments)
         except StoreError as error:
             reply = {"error": "StoreError", "message": str(error)}
         except OSError as error:  # a bug: the store must raise StoreError
             reply = {"error": type(error).__name__, "message": str(error)}
-        reply["seconds"] = round(time.monotonic() - start_time, 3)
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+        pipe.send({**reply, "seconds": round(time.monotonic() - start_time, 3)})
 
 
 def tensors_of(step: int, size: int) -> dict[str, torch.Tensor]:
@@ -84,8 +85,7 @@ def publish(folder: str, step: int, size: int, keep_last: int = KEEP_ALL) -> dic
 def publish_on(folder: str, first: int, size: int) -> dict[str, Any]:
     """Publish versions forever, with one reply each."""
     for step in range(first, KEEP_ALL):
-        REPLIES[0].write(json.dumps(publish(folder, step, size)) + "\n")
-        REPLIES[0].flush()
+        PIPES[0].send(publish(folder, step, size))
     return {}
 
 
@@ -217,12 +217,5 @@ def _named(version: Version | None) -> dict[str, Any]:
 
 STORES: dict[str, WeightStore] = {}
 BASES: dict[str, Base] = {}  # last published version of each folder
-REPLIES: list[IO[str]] = []
+PIPES: list[Connection] = []
 MAPPED: list[mmap.mmap] = []
-HANDLERS = {
-    handler.__name__: handler
-    for handler in (
-        claim, publish, publish_on, void_fsync, newest, watch, load, announced, verify, follow,
-        map_weights, read_mapped_end,
-    )
-}  # fmt: skip

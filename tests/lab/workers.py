@@ -1,67 +1,45 @@
 """Processes in the guest that use the weight store, on the server or on a client.
 
-Requests and replies are JSON lines in pipes; the functions that can be called are in `worker`.
+The functions that can be called are in `worker`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import select
-import signal
-import sys
-import time
+import multiprocessing
 from typing import Any
 
-from lab.network import enter
-
 REPLY_SECONDS = 120
+FORKS = multiprocessing.get_context("fork")  # torch is imported once
 
 
 class Worker:
     """A process on a client, or on the server, that uses the weight store."""
 
     def __init__(self, client: str | None = None) -> None:
-        from lab import worker  # torch: imported once, before the first fork
+        from lab import worker
 
-        commands, self._commands = os.pipe()
-        self._replies, replies = os.pipe()
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._commands)
-            os.close(self._replies)
-            if client:
-                enter(client)
-            with os.fdopen(commands) as read, os.fdopen(replies, "w") as write:
-                with contextlib.suppress(KeyboardInterrupt):
-                    worker.work(read, write)
-                write.flush()
-                os._exit(0)
-        os.close(commands)
-        os.close(replies)
-        self._rest = b""
-        self._status: int | None = None
+        self._pipe, theirs = FORKS.Pipe()
+        self._process = FORKS.Process(target=worker.work, args=(theirs, client), daemon=True)
+        self._process.start()
+        theirs.close()
 
     def send(self, do: str, **arguments: Any) -> None:
         """Start a function of `worker`."""
-        with contextlib.suppress(BrokenPipeError):  # it died: `receive` reports this
-            os.write(self._commands, json.dumps({"do": do, **arguments}).encode() + b"\n")
+        with contextlib.suppress(OSError):  # it died: `receive` reports this
+            self._pipe.send((do, arguments))
 
     def receive(self, seconds: float = REPLY_SECONDS) -> dict[str, Any]:
         """The result of the function; {"died": signal} if the process has ended."""
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._rest:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._replies], [], [], left)[0]:
-                raise TimeoutError(f"worker {self.pid} did not reply within {seconds} s")
-            read = os.read(self._replies, 65536)
-            if not read:
-                return {"died": self._signal()}
-            self._rest += read
-        line, self._rest = self._rest.split(b"\n", 1)
-        return json.loads(line)
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"worker {self._process.pid} did not reply within {seconds} s")
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            code = self._process.exitcode or 0
+            assert code <= 0, "the worker has raised an error, which it has printed"
+            return {"died": -code}
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Run a function and return its result."""
@@ -70,18 +48,13 @@ class Worker:
 
     def kill(self) -> None:
         """SIGKILL; replies already sent can still be read."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-    def _signal(self) -> int:
-        if self._status is None:
-            self._status = os.waitpid(self.pid, 0)[1]
-        return os.WTERMSIG(self._status) if os.WIFSIGNALED(self._status) else 0
+        self._process.kill()
 
     def unread(self) -> list[dict[str, Any]]:
         """Wait for the end of the process; returns its unread complete replies."""
-        self._signal()
-        while read := os.read(self._replies, 65536):
-            self._rest += read
-        *lines, _ = self._rest.split(b"\n")
-        return [json.loads(line) for line in lines]
+        self._process.join()
+        replies: list[dict[str, Any]] = []
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                replies.append(self._pipe.recv())
+        return replies
