@@ -74,11 +74,11 @@ def claim(folder: str) -> dict[str, Any]:
 def publish(folder: str, step: int, size: int, keep_last: int = KEEP_ALL) -> dict[str, Any]:
     """Publish the tensors of a step, four times out of five as a delta; `at` is the end time."""
     tensors = tensors_of(step, size)
-    base = BASES.get(folder) if step % KEYFRAME_INTERVAL else None
+    base = BASES.get((folder, size)) if step % KEYFRAME_INTERVAL else None
     store = _store(folder)
     version = store.publish(step, tensors, companions=COMPANIONS, base=base)
     Pruner(store, Retention(keep_last)).prune(version)
-    BASES[folder] = version, tensors
+    BASES[folder, size] = version, tensors
     return {**_named(version), "kind": version.kind, "at": time.monotonic()}
 
 
@@ -216,6 +216,6 @@ def _named(version: Version | None) -> dict[str, Any]:
 
 
 STORES: dict[str, WeightStore] = {}
-BASES: dict[str, Base] = {}  # last published version of each folder
+BASES: dict[tuple[str, int], Base] = {}  # last published version by folder and size
 PIPES: list[Connection] = []
 MAPPED: list[mmap.mmap] = []
