@@ -28,7 +28,7 @@ MANIFEST, STABLE = "manifest.json", "STABLE"
 CHUNK = 1 << 20  # bytes read or written at a time
 # Part of temporary names: processes on two machines may share a NAS and have equal process ids.
 PROCESS_TAG = os.urandom(4).hex()
-RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a removal
+RETRY_DELAYS = (0.05, 0.2, 0.5)  # seconds before each retry of a rename or a removal
 # Seconds before the first retry during the outage of a disk or a NAS; doubled at each retry up to
 # the longest delay. So a weight version is published within 10 s after an outage: 2 s to write it.
 FIRST_OUTAGE_DELAY, LONGEST_OUTAGE_DELAY = 1.0, 8.0
@@ -89,7 +89,7 @@ def write_folder(final: Path, files: Mapping[str, Content], about: About) -> Man
         for folder in folders:
             sync_folder(folder)
         failpoint("atomic_files.synced")
-        os.rename(temporary, final)
+        _rename(temporary, final)
         failpoint("atomic_files.renamed")
         _sync_folder(parent)
     except BaseException:  # an iterable in `files` may raise anything
@@ -317,6 +317,18 @@ def chunks_of(content: Content) -> Iterator[memoryview]:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), CHUNK):
             yield view[start : start + CHUNK]
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Rename, with retries: a virus scanner or a NAS may hold a new folder for a moment."""
+    for delay in RETRY_DELAYS:
+        try:
+            return os.rename(source, target)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EBUSY):
+                raise
+            time.sleep(delay)
+    os.rename(source, target)
 
 
 def _discard(folder: Path) -> None:

@@ -24,15 +24,18 @@ error, the program prints that line and exits with code 2.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
 import io
 import os
 import resource
+import socket
 import stat
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -212,6 +215,10 @@ def failure_text(error: OSError, folder: Path | str = "") -> str:
     if "://" in str(name):  # a server, not a file
         return reason
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(path if path.exists() else path.parent)
+            if disk.f_favail == 0 and disk.f_files:
+                return f"{reason}: no inode is left for another file; delete files, also small ones"
         return f"{reason}; make room for it"
     if error.errno in DENIED:  # the file denies it, or the nearest folder that can be seen
         known = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
@@ -222,7 +229,35 @@ def failure_text(error: OSError, folder: Path | str = "") -> str:
     if error.errno != errno.EMFILE:
         return "; ".join(filter(None, (reason, REMEDIES.get(error.errno or 0))))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    connections = _connections_by_port(limit)
+    ports = ", ".join(f"{count} to port {port}" for port, count in connections.most_common())
     return (
-        f"{reason}: the limit of this process is {limit}; close connections, or start the program "
-        "with a higher limit (ulimit -n)"
+        f"{reason}: the limit of this process is {limit}, and {connections.total()} are "
+        f"connections ({ports}); close connections, or start the program with a higher limit "
+        "(ulimit -n)"
     )
+
+
+def _connections_by_port(limit: int) -> Counter[int]:
+    """Number of connections to each port that this process listens on.
+
+    Opens no file, because the limit of open files is reached. All descriptors are below `limit`.
+    """
+    listening = set[int]()
+    connected = Counter[int]()
+    for descriptor in range(limit):
+        with contextlib.suppress(OSError):  # the descriptor is not open, or is being closed
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            opened = socket.socket(fileno=descriptor)
+            try:
+                if opened.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                port = int(opened.getsockname()[1])
+                if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listening.add(port)
+                else:
+                    connected[port] += 1
+            finally:
+                opened.detach()  # another part of the process owns and closes the descriptor
+    return Counter({port: count for port, count in connected.items() if port in listening})

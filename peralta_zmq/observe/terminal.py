@@ -7,7 +7,9 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -68,11 +70,20 @@ class Terminal:
     def __enter__(self) -> Terminal:
         if isinstance(self._live, Live):
             self._live.start(refresh=True)
+            self._live.console.show_cursor(True)  # for the shell, if this process is stopped
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCONT, self._draw_below)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if isinstance(self._live, Live):
             self._live.stop()
+
+    def _draw_below(self, number: int, frame: object) -> None:
+        """After Ctrl-Z and `fg`, move down: the next drawing would erase lines of the shell."""
+        if isinstance(self._live, Live) and self._live.is_started:
+            height = len(self._live.console.render_lines(self._live.renderable))
+            os.write(self._stream.fileno(), b"\n" * height)
 
     def note(self, text: str) -> None:
         text = printable(text)

@@ -4,8 +4,10 @@ import io
 import os
 import pty
 import re
+import signal
 import threading
 from collections.abc import Callable
+from typing import TextIO
 
 import pytest
 
@@ -28,6 +30,12 @@ ROW: Row = {
 
 def on_a_terminal(show: Callable[[Terminal], None], *, encoding: str = "utf-8") -> str:
     """Output of `show` on a pseudo-terminal, without control sequences."""
+    written = written_on_a_terminal(lambda terminal, _: show(terminal), encoding=encoding)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+
+
+def written_on_a_terminal(show: Callable[[Terminal, TextIO], None], *, encoding: str) -> str:
+    """Output of `show` on a pseudo-terminal."""
     master, slave = pty.openpty()
     output: list[bytes] = []
 
@@ -45,10 +53,10 @@ def on_a_terminal(show: Callable[[Terminal], None], *, encoding: str = "utf-8") 
     reader.start()
     stream = os.fdopen(slave, "w", encoding=encoding)
     with stream, Terminal(60, stream, run="demo") as terminal:
-        show(terminal)
+        show(terminal, stream)
     reader.join()
     os.close(master)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(output).decode())
+    return b"".join(output).decode()
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +129,23 @@ def test_narrow_terminal_lacks_whole_columns_and_cuts_none(
 def test_terminal_without_utf_8_gets_a_table_in_ascii() -> None:
     seen = on_a_terminal(lambda terminal: terminal.step(ROW, WAITS), encoding="ascii")
     assert "generators" in seen and seen.isascii() and "\\u" not in seen
+
+
+def test_table_is_drawn_below_what_the_shell_printed_after_ctrl_z() -> None:
+    def show(terminal: Terminal, stream: TextIO) -> None:
+        terminal.step(ROW, WAITS)
+        stream.write("$ fg\n")  # by the shell
+        os.kill(os.getpid(), signal.SIGCONT)
+        terminal.step({**ROW, "step": 13}, WAITS)
+        terminal.step({**ROW, "step": 14}, WAITS)
+
+    drawn = written_on_a_terminal(show, encoding="utf-8")
+    places = [drawn.index(text) for text in ("step 12 of", "$ fg", "step 13 of", "step 14 of")]
+    shell, first, second = places[1:]
+    assert places == sorted(places)
+    moves = drawn[shell:first].count("\x1b[1A"), drawn[first:second].count("\x1b[1A")
+    assert moves[1] > moves[0] > 0 and moves[0] < drawn[shell:first].count("\n")  # only blank lines
+    assert drawn.rfind("\x1b[?25l", 0, shell) < drawn.rfind("\x1b[?25h", 0, shell)  # has a cursor
 
 
 WAITS = Verdict("the trainer waits 60% of its time for rollouts", "add a generator", "warn")
