@@ -7,13 +7,19 @@ import errno
 import hashlib
 import json
 import os
+import resource
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import CHANGES, FailingCall
+from damage import CHANGES
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from peralta_zmq import atomic_files
 
@@ -25,6 +31,21 @@ def folder(tmp_path: Path) -> Path:
     """A complete folder."""
     atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
     return tmp_path / "step_000001"
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> list[int]:
+    """Make the nth call of os.NAME fail; returns a list that grows with each call."""
+    function: Callable[..., Any] = getattr(os, name)
+    calls: list[int] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise OSError(code, os.strerror(code))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, call)
+    return calls
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
@@ -64,6 +85,26 @@ def test_files_are_readable_by_other_users(folder: Path) -> None:
     assert (folder / "weights.bin").stat().st_mode & 0o777 == 0o644 & ~umask
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("name", ["fsync", "open", "rename", "mkdir"])
+def test_folder_is_absent_or_complete_after_a_failing_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    for nth in range(1, 50):
+        final = tmp_path / f"step_{nth:06d}"
+        with monkeypatch.context() as patched:
+            calls = fail_at(patched, name, nth, code)
+            try:
+                atomic_files.write_folder(final, FILES, {"step": nth})
+            except OSError as error:
+                assert error.errno == code
+        assert not list(tmp_path.glob(".tmp*"))
+        assert not final.exists() or read_all(final) == FILES
+        if len(calls) < nth:
+            return
+    raise AssertionError("write_folder does not terminate")
+
+
 @pytest.mark.parametrize("name", ["fsync", "open", "replace"])
 def test_replaced_file_is_old_or_new_after_a_failing_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -72,7 +113,7 @@ def test_replaced_file_is_old_or_new_after_a_failing_call(
     for nth in range(1, 50):
         file.write_bytes(b"old")
         with monkeypatch.context() as patched:
-            failing = FailingCall(patched, nth, errno.EIO, names=[name])
+            calls = fail_at(patched, name, nth, errno.EIO)
             try:
                 atomic_files.replace_file(file, b"new")
             except OSError:
@@ -80,16 +121,16 @@ def test_replaced_file_is_old_or_new_after_a_failing_call(
             else:
                 assert file.read_bytes() == b"new"
         assert os.listdir(tmp_path) == ["RUN.json"]
-        if failing.num_calls < nth:
+        if len(calls) < nth:
             return
     raise AssertionError("replace_file does not terminate")
 
 
 def test_failed_fsync_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = FailingCall(monkeypatch, 1, errno.EIO, names=["fsync"])
+    calls = fail_at(monkeypatch, "fsync", 1, errno.EIO)
     with pytest.raises(OSError):
         atomic_files.write_folder(tmp_path / "step_000001", FILES, {})
-    assert failing.num_calls == 1
+    assert len(calls) == 1
 
 
 def test_everything_is_synced_before_the_rename(
@@ -113,6 +154,30 @@ def test_everything_is_synced_before_the_rename(
     atomic_files.write_folder(tmp_path / "step_000001", FILES, {})
     assert len(synced_before_rename) == 5 and all(synced_before_rename.values())
     assert synced[-1] == tmp_path.stat().st_ino  # the new name
+
+
+def test_renamed_folder_needs_no_further_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, limits = os.rename, resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors: list[int] = []
+
+    def rename_and_exhaust_descriptors(source: Path, target: Path) -> None:
+        rename(source, target)
+        few = max(map(int, os.listdir("/proc/self/fd"))) + 8
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                descriptors.append(os.open(os.devnull, os.O_RDONLY))
+
+    monkeypatch.setattr(os, "rename", rename_and_exhaust_descriptors)
+    try:
+        atomic_files.write_folder(tmp_path / "step_000001", FILES, {"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert read_all(tmp_path / "step_000001") == FILES
 
 
 def test_partial_folder_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
@@ -166,11 +231,35 @@ def test_malformed_manifest_is_refused(folder: Path, text: str) -> None:
         atomic_files.read_manifest(folder)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["files", "name", "bytes", "sha256", "x"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(content=JSON)
+@settings(max_examples=200, deadline=None, database=None)
+def test_random_manifest_raises_only_corrupt_error(
+    tmp_path_factory: pytest.TempPathFactory, content: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("random")
+    write_manifest(folder, json.dumps(content))
+    try:
+        atomic_files.read_manifest(folder)
+    except atomic_files.CorruptError:
+        return
+    assert "files" in content
+
+
 @pytest.mark.parametrize("nth", [2, 3])
 def test_error_of_a_file_in_a_folder_has_its_whole_path(
     folder: Path, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    FailingCall(monkeypatch, nth, errno.EACCES, names=["open"])
+    fail_at(monkeypatch, "open", nth, errno.EACCES)
     with pytest.raises(PermissionError) as caught:
         atomic_files.open_regular(folder.parent, folder.name, "weights.bin")
     assert caught.value.filename == str([folder, folder / "weights.bin"][nth - 2])
@@ -216,7 +305,7 @@ def test_sweep_continues_after_a_deep_folder_and_a_link_without_target(tmp_path:
 def test_folder_that_cannot_be_renamed_stays_complete(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    FailingCall(monkeypatch, 1, errno.EACCES, names=["rename"])
+    fail_at(monkeypatch, "rename", 1, errno.EACCES)
     atomic_files.remove_folder(folder)
     assert read_all(folder) == FILES
 
@@ -259,3 +348,31 @@ def test_foreign_json_is_refused_with_value_error(text: str) -> None:
 def test_json_of_the_permitted_depth_is_read() -> None:
     content = atomic_files.parse_object(b'{"a":' * 90 + b'"\\ud83d\\ude42"' + b"}" * 90)
     assert content["a"]
+
+
+# Failpoints.
+
+PROGRAM = """
+from peralta_zmq.atomic_files import failpoint
+for number in range(4):
+    failpoint("test.place")
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "plan, code, num_passes",
+    [("x:1,test.place:3", -signal.SIGKILL, 2), ("test.other:1", 0, 4), ("", 0, 4)],
+)
+def test_failpoint_kills_at_the_named_pass_only(plan: str, code: int, num_passes: int) -> None:
+    environment = {**os.environ, atomic_files.FAILPOINT_VARIABLE: plan}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, len(done.stdout.split())) == (code, num_passes)
+
+
+@pytest.mark.parametrize("plan", ["send:0", "send:x"])
+def test_failpoint_with_invalid_count_is_refused(plan: str) -> None:
+    with pytest.raises(ValueError):
+        atomic_files.parse_failpoints(plan)

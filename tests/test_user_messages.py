@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
+from peralta_zmq.config.load import help_text
+from peralta_zmq.config.schema import known_fields
 from peralta_zmq.generator.weight_sync import waiting_text
 from peralta_zmq.trainer.collector import no_rollouts_text
 from tools import config_reference
@@ -47,3 +50,23 @@ def test_settings_page_equals_the_schema() -> None:
     assert config_reference.DOCUMENT.read_text("utf-8") == config_reference.config_text(), (
         "run make docs"
     )
+
+
+def test_settings_page_has_every_setting_once() -> None:
+    page = config_reference.config_text()
+    for section, leaves in known_fields().items():
+        part = page.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
+        listed = re.findall(r"^\| `(\w+)`", part, re.MULTILINE)
+        assert sorted(listed) == sorted(set(leaves) - {"env"}), section
+
+
+def test_settings_page_and_help_have_docstrings_without_indentation() -> None:
+    for text in (config_reference.config_text(), help_text("bin/x", topic="early_stop")):
+        assert "\n\nAfter 10 steps in a row beyond a limit, " in text
+
+
+def test_settings_page_names_bounds_and_choices() -> None:
+    page = config_reference.config_text()
+    assert "| `num_generations` | `8` | int >=2 |" in page
+    assert "| `update` | `in_flight` | `in_flight` or `between_groups` |" in page
+    assert "| `max_mbit_per_s` | `None` | float >0 or None |" in page

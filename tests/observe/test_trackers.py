@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from peralta_zmq.config import load_config
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe import trackers
 from peralta_zmq.observe.metrics import Row
@@ -138,6 +139,19 @@ def test_missing_package_is_named_with_its_remedy(
     assert str(caught.value) == (
         f"run.report_to {name} needs {trackers.PACKAGES[name]}; "
         f"pip install 'peralta_zmq[{name}]', or leave out {name}"
+    )
+
+
+def test_report_to_is_a_list_of_known_trackers() -> None:
+    def parsed(*arguments: str) -> tuple[str, ...]:
+        return load_config("bin/x", list(arguments)).run.report_to
+
+    assert parsed() == parsed("--run.report-to", "") == ()
+    assert parsed("--run.report-to", "wandb, trackio") == ("wandb", "trackio")
+    with pytest.raises(ConfigError) as caught:
+        parsed("--run.report-to", "tb")
+    assert str(caught.value) == (
+        "run.report_to.0 = 'tb' is wrong: should be 'tensorboard', 'trackio' or 'wandb'"
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from child_processes import exit_code
 from damage import FailingCall
-from weight_sets import loaded, publish, publish_and_subscribe, same, weights_at
+from weight_sets import loaded, publish, publish_and_subscribe, publish_chain, same, weights_at
 
 from peralta_zmq import atomic_files
 from peralta_zmq.errors import StoreError
@@ -170,3 +170,19 @@ def test_newest_rechecks_few_invalid_versions(
     assert store.newest() == good
     assert len(opened) <= count + 1 + store.max_rechecks + 1
     assert cpu_seconds(store.newest) < 0.2
+
+
+def test_publishing_and_loading_have_enough_failpoints() -> None:
+    loading = [name for name in FAILPOINTS if name.startswith("load.")]
+    assert len(loading) >= 5
+    assert len(FAILPOINTS) - len(loading) >= 12
+
+
+def test_versions_are_read_one_at_a_time(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = publish_chain(store, 3)
+    opened = record_finds(store, monkeypatch)
+    versions = store.versions()
+    assert opened == [] and next(versions) == published[0] and opened == [0]
+    assert list(versions) == published[1:]

@@ -210,3 +210,26 @@ def test_subscriber_on_a_slow_link_warns(
                 if "this link cannot keep up" in caplog.text:
                     break
     assert "a version of 0.1 MB takes" in caplog.text
+
+
+def test_server_without_a_token_or_on_a_used_port_is_refused(
+    store: WeightStore, server: HttpServer
+) -> None:
+    with pytest.raises(ConfigError, match=r"set security\.token_file"):
+        serve_weights(store.folder, host="0.0.0.0", port=0, token=None)
+    with pytest.raises(ConfigError, match=r"weights\.serve_port \d+ cannot be used"):
+        serve_weights(store.folder, host="127.0.0.1", port=server.port, token=None)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "localhost", "0.0.0.0"])
+def test_server_listens_on_what_wire_bind_may_be(store: WeightStore, host: str) -> None:
+    with closing(serve_weights(store.folder, host=host, port=0, token=TOKEN)) as server:
+        address = "[::1]" if ":" in host else "127.0.0.1"
+        backend = open_backend(f"http://{address}:{server.port}", token=TOKEN)
+        assert list(backend.names()) == []
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "eth99", "a..b", "2001:db8::1"])
+def test_bad_wire_bind_is_not_reported_as_a_bad_port(store: WeightStore, host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^wire.bind {host}, port 0 cannot be used"):
+        serve_weights(store.folder, host=host, port=0, token=TOKEN)

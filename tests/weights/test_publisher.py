@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
 import weakref
@@ -17,12 +18,19 @@ import torch
 from real_programs import until
 from weight_sets import COMPANIONS, loaded, reports_of, same, weights_at
 
+from peralta_zmq import models
 from peralta_zmq.weights import publisher as publisher_module
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.publisher import Snapshot, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import Version, WeightStore
 
 Opener = Callable[..., WeightPublisher]
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process, without mapped files."""
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.fixture
@@ -158,6 +166,19 @@ def test_writer_reads_copies_while_they_are_moved(
     assert same(loaded(store, report.version), weights_at(1))
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
+def test_memory_of_a_copy_is_returned_to_the_system(
+    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models.keep_memory()
+    weights = {"w": torch.ones(1 << 24)}  # the copy has 32 MiB
+    before = anonymous_bytes()
+    publisher = open_publisher(moves_snapshots=True)
+    publisher.publish(0, weights)
+    assert reports_of(publisher)[0].version is not None
+    until(lambda: anonymous_bytes() - before < 16 << 20)
+
+
 def test_copies_stay_in_memory_until_there_is_a_temporary_folder(
     store: WeightStore, open_publisher: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -222,6 +243,36 @@ def test_requested_keyframe_survives_its_snapshot(
     while report.step != 92 or report.version is None:
         (*_, report) = reports_of(publisher)
     assert report.version.kind == "keyframe"
+
+
+def test_keyframe_of_a_retry_survives_a_snapshot_that_is_being_copied(
+    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = open_publisher(keyframe_interval=100, first_delay=0.3)
+    published(publisher, 0)
+    copy, back_off, is_copied = publisher_module.copy_weights, publisher.back_off, threading.Event()
+
+    def copy_until_the_retry(*arguments: Any) -> Any:
+        deadline = time.monotonic() + 1.0
+        while not publisher.waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return copy(*arguments)
+
+    def back_off_until_copied(*arguments: Any) -> None:
+        back_off(*arguments)
+        is_copied.wait(10)
+
+    monkeypatch.setattr(publisher, "back_off", back_off_until_copied)
+    with monkeypatch.context() as full:
+        full.setattr(os, "statvfs", no_space)
+        publisher.publish(1, masters(1), keyframe=True)
+        assert [report.version for report in reports_of(publisher)] == [None]
+    with monkeypatch.context() as slow:
+        slow.setattr(publisher_module, "copy_weights", copy_until_the_retry)
+        publisher.publish(2, masters(2))
+    is_copied.set()
+    version = reports_of(publisher)[-1].version
+    assert version is not None and (version.step, version.kind) == (2, "keyframe")
 
 
 def test_close_does_not_wait_for_an_unresponsive_mount(

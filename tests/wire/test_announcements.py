@@ -1,4 +1,4 @@
-"""Announcements: delivery, repetition, refused messages."""
+"""Announcements: delivery, repetition, refused messages, recovery of lost groups."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ import msgpack
 import pytest
 import zmq
 from sample_data import RUN
-from sockets import ANYWHERE, DEADLINE, eventually, until
+from sockets import (
+    ANYWHERE,
+    DEADLINE,
+    GROUP,
+    bound_again,
+    eventually,
+    numbered,
+    received,
+    receiver_at,
+    sender_to,
+    until,
+)
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
+from peralta_zmq.generator.trainer_connection import Outbox
+from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.collector import MAX_SUPPLIERS
 from peralta_zmq.trainer.generator_registry import RegistryLimits
 from peralta_zmq.wire import announcements, message_fields
@@ -61,6 +74,18 @@ def test_subscriber_returns_the_newest_of_many(stack: ExitStack) -> None:
     for step in range(1, 6):
         publisher.publish(wire.Announcement(RUN, step=step))
     eventually(lambda: subscriber.receive(timeout=0.1) == wire.Announcement(RUN, step=5))
+
+
+@pytest.mark.parametrize("has_subscriber", [False, True])
+def test_publisher_without_a_reader_never_blocks(stack: ExitStack, has_subscriber: bool) -> None:
+    publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
+    if has_subscriber:
+        subscriber = stack.enter_context(closing(wire.AnnouncementSubscriber(publisher.address)))
+        publish_until_received(publisher, subscriber, wire.Announcement(RUN))
+    started = monotonic()
+    for step in range(5000):
+        publisher.publish(wire.Announcement(RUN, step=step))
+    assert monotonic() - started < DEADLINE
 
 
 def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: ExitStack) -> None:
@@ -218,3 +243,51 @@ def test_complete_run_is_announced_often_enough_to_be_reported_at_once(stack: Ex
         seconds.append(monotonic() - started)
         publish_until_received(publisher, subscriber, wire.Announcement(RUN))
     assert min(seconds) < 0.8  # the repetition of other announcements would take a second
+
+
+def test_subscriber_bounds_its_queue_and_sends_no_heartbeats(stack: ExitStack) -> None:
+    _, subscriber = open_pair(stack)
+    options = (zmq.HEARTBEAT_IVL, zmq.RCVHWM, zmq.MAXMSGSIZE)
+    assert [subscriber.socket.getsockopt(option) for option in options] == [0, 100, 5 << 20]
+
+
+def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitStack) -> None:
+    first = receiver_at()
+    sender, outbox = sender_to(first.address, stack), Outbox(GROUP.sender)
+    outbox.acknowledge(wire.Announcement(RUN, incarnation=b"first"))
+    for number in range(6):
+        outbox.add(numbered(number))
+        outbox.mark_sent()
+        assert sender.send(numbered(number), timeout=DEADLINE)
+    ledger, trained = Ledger(), []
+    for _ in range(2):
+        group = received(first)
+        ledger.settle(group.sender, group.group_number, "trained")
+        trained.append(group.group_number)
+    first.close()  # with four groups in its queues
+
+    second = stack.enter_context(closing(bound_again(first.address)))
+    restarted = wire.Announcement(RUN, incarnation=b"second", durable={GROUP.sender: 2})
+    outbox.acknowledge(restarted)
+    outbox.queue_lost()
+    while (frame := outbox.next_frame()) is not None:
+        assert sender.send(frame, timeout=DEADLINE)
+        outbox.mark_sent()
+    ends = monotonic() + DEADLINE
+    while not {*range(6)} <= {*trained}:
+        assert monotonic() < ends
+        message = second.receive(timeout=0.5)
+        if message is None:  # all went into the dead connection; a later group shows the gap
+            number += 1
+            outbox.add(numbered(number))
+        elif ledger.settle(message[0].sender, message[0].group_number, "trained"):
+            trained.append(message[0].group_number)
+        announcement = wire.Announcement(
+            RUN, incarnation=b"second", durable={GROUP.sender: ledger.settled(GROUP.sender) + 1},
+            received_end={GROUP.sender: ledger.highest(GROUP.sender) + 1},
+        )  # fmt: skip
+        outbox.acknowledge(announcement)
+        outbox.queue_lost()
+        while (frame := outbox.next_frame()) and sender.send(frame, timeout=DEADLINE):
+            outbox.mark_sent()
+    assert len(trained) == len({*trained})

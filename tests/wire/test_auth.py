@@ -22,6 +22,7 @@ from sockets import (
     ANYWHERE,
     DEADLINE,
     GROUP,
+    bound_again,
     drained,
     eventually,
     numbered,
@@ -518,3 +519,40 @@ def test_refusal_escapes_newlines_in_a_run_id(stack: ExitStack) -> None:
     statuses = stack.enter_context(closing(wire.GeneratorStatusReceiver(ANYWHERE, run_id=RUN)))
     with pytest.raises(WireError, match=r"run, 'other\\ntrainer"):
         statuses.accept([zmq.Frame(message_fields.encode_fields(status))])
+
+
+def test_client_refused_at_first_is_accepted_with_a_new_key(scene: Scene) -> None:
+    scene.timing = dataclasses.replace(TIMING, patience_seconds=DEADLINE)
+    put_back = scene.remove_key()
+    sender = scene.sender()
+    eventually(lambda: sender.send(numbered(5), timeout=0.05) or scene.authenticator.refused > 1)
+    put_back()
+    eventually(lambda: sender.send(numbered(6), timeout=0.1))
+    assert received(scene.receiver).generator_id == "ann"
+
+
+def test_key_folder_with_a_duplicate_accepts_no_client(scene: Scene) -> None:
+    shutil.copy(scene.folder / "ann.public", scene.folder / "twin.public")
+    scene.sender().send(numbered(5), timeout=0)
+    eventually(lambda: scene.authenticator.refused > 0)
+    assert scene.receiver.receive(timeout=0.5) is None
+
+
+def test_known_generator_reaches_a_restarted_trainer(scene: Scene, stack: ExitStack) -> None:
+    sender = scene.sender()
+    assert sender.send(numbered(5), timeout=LIMIT)
+    received(scene.receiver)
+    scene.receiver.close()
+    second = bound_again(scene.receiver.address, authenticator=scene.authenticator)
+    stack.enter_context(closing(second))
+
+    def send() -> Any:
+        sender.send(numbered(6), timeout=0.1)
+        return second.receive(timeout=0.1)
+
+    assert eventually(send)[0].group_number == 6
+
+
+def test_running_trainer_ignores_a_key_that_became_writable(folder: Path) -> None:
+    (folder / "ann.public").chmod(0o666)
+    assert list(known_generators(folder, strict=False).values()) == ["bob"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+import re
+import resource
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +32,13 @@ from group_frames import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_data import group_of, resident_bytes, rollout_with
+from sample_data import group_of, rollout_with
 from sockets import GROUP
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.wire import message_fields
+from peralta_zmq.learning import admission
+from peralta_zmq.wire import message_fields, messages
 
 EVALUATED = dataclasses.replace(GROUP, sample_index=5, evaluation_step=7)  # has all fields
 FIELDS = list(msgpack.unpackb(wire.encode_group(EVALUATED)))
@@ -71,6 +76,16 @@ MIXED = rollout_of_turns([0, 0, 1, 1, 1, 1, 1], [-1, -1, 3, 3, 4, 70_003, 70_003
 def test_round_trip_keeps_every_field(fields: dict[str, Any]) -> None:
     group = dataclasses.replace(GROUP, **fields)
     assert equal(decoded(wire.encode_group(group)), group)
+
+
+def test_admission_builds_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = decoded(wire.encode_group(group_of([0.0, 0.25, 1.0])))
+    monkeypatch.setattr(messages, "_build_rollouts", lambda _: pytest.fail("a rollout was built"))
+    assert admission.Admission(8).admit(group, step=1) == "trained"
+    assert (group.rewards, group.mean_reward) == ((0.0, 0.25, 1.0), 1.25 / 3)
+    group = decoded(wire.encode_group(dataclasses.replace(GROUP, rollouts=REWARDED)))
+    assert group.turn_rewards == ((0.5, -0.25, 1e6), (0.1,))
+    assert group.has_signal  # by the returns of the first turn; the rewards are equal
 
 
 def test_frame_is_little_endian_for_any_input() -> None:
@@ -235,14 +250,31 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(damaged)
 
 
+def peak_memory() -> int:
+    """Peak resident memory of this process in KiB."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
+    return int(peak)
+
+
+def reset_peak_memory() -> int:
+    """Reset the peak where the system can, and return it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory()
+
+
 def test_100_000_mutated_messages_raise_only_wire_error() -> None:
     rng, fields = random.Random(0), msgpack.unpackb(FRAME)
-    before = resident_bytes()
+    before = reset_peak_memory()
     for _ in range(80_000):
         only_wire_error(damaged_frame(fields, rng))
     for _ in range(20_000):
         only_wire_error(rng.randbytes(rng.randint(0, 60)))
-    assert resident_bytes() - before < 50e6
+    growth = peak_memory() - before
+    assert growth * 1024 < 50e6
 
 
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), ANY_VALUE, min_size=1))

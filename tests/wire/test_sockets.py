@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 import zmq
-from sample_data import RUN
+from sample_data import RUN, VOCAB_SIZE, group_of
 from sockets import (
     ANYWHERE,
     DEADLINE,
@@ -94,12 +94,25 @@ def num_queued(sender: wire.RolloutSender, frame: bytes, *, limit: int) -> int:
     return count
 
 
+FRAME_4_KB = wire.encode_group(group_of([1, 0, 0, 1], lengths=[120] * 4))
+
+
+def test_sender_blocks_until_the_trainer_reads(stack: ExitStack) -> None:
+    assert 3900 < len(FRAME_4_KB) < 6000
+    receiver, sender = pair(stack)
+    assert num_queued(sender, FRAME_4_KB, limit=256) < 160
+    ends = monotonic() + DEADLINE
+    while not sender.send(FRAME_4_KB, timeout=0.05):
+        received(receiver)
+        assert monotonic() < ends
+
+
 @pytest.mark.parametrize(("hwm", "expected"), [(1, 1), (5, 5)])
 def test_sender_without_a_trainer_queues_hwm_groups(
     stack: ExitStack, hwm: int, expected: int
 ) -> None:
     sender = sender_to(unused_address(), stack, hwm=hwm)
-    assert num_queued(sender, wire.encode_group(GROUP), limit=64) == expected
+    assert num_queued(sender, FRAME_4_KB, limit=64) == expected
 
 
 def test_sender_without_a_trainer_closes_within_its_linger() -> None:
@@ -126,11 +139,17 @@ def test_accepts_connection_is_true_for_a_bound_port_only(stack: ExitStack) -> N
     assert not wire.accepts_connection(unused_address())
 
 
-def test_trainer_detects_dead_peers_but_no_busy_ones(stack: ExitStack) -> None:
-    receiver, _ = pair(stack)
-    options = {
-        zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 15,
-        zmq.TCP_KEEPALIVE_CNT: 8, zmq.TCP_MAXRT: 0,
-        zmq.HEARTBEAT_IVL: 0,  # would disconnect a busy trainer
-    }  # fmt: skip
-    assert {option: receiver.socket.getsockopt(option) for option in options} == options
+def test_sockets_have_the_options_of_the_protocol(stack: ExitStack) -> None:
+    receiver, sender = pair(stack)
+    for end in (receiver, sender):
+        options = {
+            zmq.SNDHWM: 1, zmq.RCVHWM: 1, zmq.SNDBUF: 16 << 10, zmq.RCVBUF: 128 << 10,
+            zmq.IMMEDIATE: 0, zmq.LINGER: 0, zmq.MAXMSGSIZE: 16 << 20, zmq.RECONNECT_IVL: 100,
+            zmq.RECONNECT_IVL_MAX: 1000, zmq.TCP_MAXRT: 0,
+            zmq.HEARTBEAT_IVL: 0,  # would disconnect a busy trainer
+        }  # fmt: skip
+        if end is receiver:
+            largest = wire.GroupLimits(VOCAB_SIZE).max_bytes + 33  # CURVE adds 33
+            options |= {zmq.MAXMSGSIZE: largest, zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60,
+                        zmq.TCP_KEEPALIVE_INTVL: 15, zmq.TCP_KEEPALIVE_CNT: 8}  # fmt: skip
+        assert {option: end.socket.getsockopt(option) for option in options} == options

@@ -71,6 +71,13 @@ def test_roles_that_fit_alone_may_not_fit_together(
     assert "  lower run.num_local_generators or engine." in capsys.readouterr().out
 
 
+def test_plan_for_a_card_needs_no_card(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", model, SMALL, "--model.device=cuda", "--memory=24", "--role=trainer")
+    assert doctor.main(list(words)) == 0
+    out = capsys.readouterr().out
+    assert "device cuda with 24.00 GiB" in out
+
+
 def test_small_parts_are_not_shown_as_zero(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--memory=8", "--role=generator") == 0
     out = capsys.readouterr().out
@@ -94,6 +101,18 @@ def test_plan_for_an_absent_gpu_follows_the_settings(
     doctor.main(["plan", model, *settings, "--memory=24", "--engine.slots=3"])
     device = settings[0].partition("=")[2].partition(":")[0]
     assert f"device {device} with 24.00 GiB, {text} (engine native)" in capsys.readouterr().out
+
+
+def test_plan_for_an_absent_gpu_counts_the_cache_of_turns(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cache_gib(*settings: str) -> float:
+        doctor.main(["plan", model, "--model.device=cuda", "--memory=24", *settings])
+        lines = capsys.readouterr().out.splitlines()
+        (*_, line) = (line for line in lines if "KV cache of 32 slots" in line)
+        return float(line.split()[0])
+
+    assert cache_gib("--task.name=guess_number") > cache_gib()
 
 
 @pytest.mark.parametrize(
