@@ -71,7 +71,6 @@ def with_present_names(settings: Mapping[str, object]) -> dict[str, object]:
     return present
 
 
-
 def unknown_setting(section: str, leaf: str, value: object, known: Known) -> str:
     hint = _hint(section, leaf, known)
     return f"unknown setting {section}.{leaf} = {shorten(value)}; {hint}"
