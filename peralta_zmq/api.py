@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 Data: TypeAlias = "str | PathLike[str] | Iterable[Mapping[str, Any]]"
 Reward: TypeAlias = "str | Callable[..., Any]"
 INPUTS = "inputs"  # folder in the run folder with the rows, the function and the settings
-SETTINGS = "settings.toml"
+SETTINGS, PID = "settings.toml", "pid"
 LOG = Path("logs") / "run.log"  # in the run folder: output of the trainer and the supervisor
 # `score` is the object that was pickled, so that its name and its parameters are those of the user.
 LOADER = """\
@@ -232,7 +232,9 @@ class Run:
         process = self._process
         if process is None:
             if self.is_running:
-                raise RunError(f"{self.folder} was started by another process; stop it there")
+                pid = self.folder / INPUTS / PID
+                hint = f", or: kill -INT {pid.read_text()}" if pid.is_file() else ""
+                raise RunError(f"{self.folder} was started by another process; stop it there{hint}")
             return
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -362,6 +364,7 @@ def _start(
     run = Run(folder, process, first_byte)
     atexit.register(run.stop)
     try:
+        replace_file(folder / INPUTS / PID, str(process.pid).encode())
         while process.poll() is None:
             events = read_rows(folder / EVENTS)[num_events:]
             if any(event.get("event") in SESSION_STARTS for event in events):
