@@ -292,14 +292,12 @@ def published_ids(run: Path, config: Config) -> tuple[dict[int, str], list[str]]
     if run_id is None:
         return {}, [f"no version is compared: {RUN_FILE} in {store.address} cannot be read"]
     numbers = _numbers_in(store)
-    oldest = min(numbers, default=0)  # readable versions have no parents before it
+    orphans: list[int] = []  # deltas after a removed version
     with progress_on_stderr("reading published weights", len(numbers)) as progress:
         for count, index in enumerate(numbers, start=1):
             version = store.find(index)
             if version is None:
                 problems[index] = f"version {index} is not compared: no valid {MANIFEST}"
-            elif version.kind == "delta" and version.parent < oldest:
-                oldest = index + 1  # this one lost its parents when they became obsolete
             elif version.run_id == run_id and not any(
                 # The lineage is the number of roll-backs before the version.
                 target < version.step
@@ -314,6 +312,12 @@ def published_ids(run: Path, config: Config) -> tuple[dict[int, str], list[str]]
                 except StoreError as error:
                     reason = f"version {index} (step {version.step}) is not compared: {error}"
                     problems[index] = reason
+                    if version.parent in orphans or version.parent not in {-1, *numbers}:
+                        orphans.append(index)
+                else:
+                    if version.kind == "keyframe":
+                        # The deltas before it are obsolete, and lost their parents by age.
+                        problems = {key: problems[key] for key in problems.keys() - {*orphans}}
             progress.update(count)
     # A version that the running trainer deleted during the loop is no problem.
     remaining = _numbers_in(store)
