@@ -290,6 +290,10 @@ def import_path(kind: Kind, name: str) -> str:
     """The argument of `import_object`; ConfigError if the name is unknown and not dotted."""
     if name in TABLES[kind]:
         return TABLES[kind][name]
+    adapter, _, rest = name.partition(":")
+    if kind == "task" and adapter.replace("-", "_") in ADAPTERS:
+        right = f"{adapter.replace('-', '_')}:{rest or 'NAME'}"
+        raise ConfigError(f"unknown task '{name}'; did you mean {right}?")
     if ":" in name or (kind == "task" and ("." in name or _is_own_module(name))):
         return name
     if name.endswith(".py"):
@@ -336,6 +340,11 @@ def bind_options(
         raise ConfigError(
             f"{kind}.kwargs is only for a {kind} of your own; "
             f"the options of '{name}' are {', '.join(names) or 'none'}"
+        )
+    if both := settings.keys() & kwargs.keys():
+        option = min(both)
+        raise ConfigError(
+            f"{kind}.{option} and {kind}.kwargs.{option} set the same option; remove one"
         )
     options = {**settings, **kwargs}
     check_options(kind, name, function, options)

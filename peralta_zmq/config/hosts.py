@@ -25,9 +25,11 @@ PLAIN_FOLDER = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9._+/-]*")
 HOME_FOLDER = "~/peralta_zmq"
 # Options of sbatch with which bin/lan could not start or control a job.
 REFUSED_OPTIONS = (
-    *("--array", "--clusters", "--error", "--export", "--export-file", "--ntasks", "--test-only"),
-    *("--wait", "--wrap", "-a", "-M", "-e", "-n", "-W"),
+    *("array", "clusters", "error", "export", "export-file", "ntasks", "test-only", "wait", "wrap"),
+    *("a", "M", "e", "n", "W"),
 )
+# First letter of a short option, after flags without a value: -n8, -Qn8.
+SHORT_OPTION = re.compile(r"-[hHIkKOQsvV]*([^-])")
 
 
 class Host(Section):
@@ -112,14 +114,19 @@ class SlurmJob(Section):
                     f"{option!r} in options is no single option of sbatch; write it as in "
                     '"--mem=16G", one string for each option'
                 )
-            # sbatch also accepts the beginning of a long name, and a value right after a short one.
-            is_refused = any(refused.startswith(name) for refused in REFUSED_OPTIONS)
-            if is_refused or name[:2] in REFUSED_OPTIONS:
+            if _is_refused(name):
                 raise ConfigError(
                     f"{option!r} in options is not allowed, because bin/lan could not control "
                     "the job; leave it out"
                 )
         return options
+
+
+def _is_refused(option: str) -> bool:
+    """sbatch also accepts the beginning of a long name, and a value right after a short one."""
+    if match := SHORT_OPTION.match(option):
+        return match[1] in REFUSED_OPTIONS
+    return any(name.startswith(option[2:]) for name in REFUSED_OPTIONS if len(name) > 1)
 
 
 class SlurmTrainer(SlurmJob):

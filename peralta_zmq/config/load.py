@@ -179,7 +179,7 @@ def help_text(program: str, commands: Sequence[str] = (), *, topic: str = "") ->
         and (topic in flag or topic in (field.description or "").lower().replace("-", "_"))
     ]
     if not found:
-        leaves = [flag.rpartition(".")[2] for _, flag, _ in settings]
+        leaves = [flag.rpartition(".")[2] for name, flag, _ in settings if name != "env"]
         hint = did_you_mean(topic, [*sections, *leaves], f"{program} --help {{}}")
         raise ConfigError(
             f"no setting has '{topic}' in its name or description; {hint}{' ' * bool(hint)}"

@@ -88,7 +88,7 @@ def test_commented_host_of_the_example_is_valid(tmp_path: Path) -> None:
     *((f'[slurm.trainer]\noptions = ["{option}"]\n',
        f"'{option}' in options is not allowed, because bin/lan could not control the job; leave "
        "it out")
-      for option in ("--array=0-9", "-n8", "--ntasks=8", "--export=NONE", "-Mother",
+      for option in ("--array=0-9", "-n8", "-Qn8", "--ntasks=8", "--export=NONE", "-Mother",
                      "--cluster=other", "--test-only", "-W", "--wrap=date")),
     *((f'[slurm.trainer]\noptions = ["{option}"]\n',
        f"'{option}' in options is no single option of sbatch; write it as in \"--mem=16G\", one "
