@@ -22,14 +22,7 @@ from peralta_zmq.config.programs import run_program
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.observe.metrics import METRICS, Row, number
 from peralta_zmq.operate.local import run_local
-from peralta_zmq.operate.process_group import (
-    DEFAULT_POLICY,
-    ManagedProcess,
-    ProcessGroup,
-    Record,
-    RestartPolicy,
-    recorder,
-)
+from peralta_zmq.operate.process_group import DEFAULT_POLICY, ProcessGroup, RestartPolicy
 from tools.promise_checker import Check, check, unexpected_ends
 from tools.run_history import RECORDING_OPTIONS, History, last_step, read_history
 
@@ -48,17 +41,6 @@ class Kill:
     time: float
 
 
-def kill(process: ManagedProcess, record: Record) -> bool:
-    """Send SIGKILL to a worker and record it; False if it is not running."""
-    running = process.process
-    if running is None or running.poll() is not None:
-        return False
-    running.kill()
-    running.wait()  # a second kill would find it ended
-    record("killed", worker=process.worker.name)
-    return True
-
-
 class ChaosMonkey:
     def __init__(self, folder: Path, *, max_steps: int, workers: Sequence[str]) -> None:
         self._folder = folder
@@ -73,7 +55,7 @@ class ChaosMonkey:
         kill_at, worker = self._planned[0]
         step = last_step(self._folder / METRICS)
         now = time.time()
-        if step >= kill_at and kill(group[worker], recorder(self._folder)):
+        if step >= kill_at and group[worker].kill():
             self._planned.popleft()
             self._kills.append(Kill(worker, step, now))
 

@@ -207,19 +207,10 @@ def accounts(history: History) -> Check:
 
 def unexpected_ends(history: History) -> Check:
     """No promise: a program that was restarted, but not killed by the test, has crashed."""
-    killed = set[object]()
-    broken = list[str]()
-    num_restarts = 0
-    for row in history.events:
-        worker = row.get("worker")
-        if row.get("event") == "killed":
-            killed.add(worker)
-        elif row.get("event") == "restart":
-            num_restarts += 1
-            if worker not in killed and row.get("reason") != "killed by SIGTERM":
-                broken.append(f"{worker} ({row.get('reason')})")
-            killed.discard(worker)
-    text = f"by themselves {len(broken)}, after a kill {num_restarts - len(broken)}"
+    restarts = list(_named(history, "restart"))
+    broken = [f"{row.get('worker')} ({row.get('reason')})"
+              for row in restarts if not row.get("killed")]  # fmt: skip
+    text = f"by themselves {len(broken)}, after a kill {len(restarts) - len(broken)}"
     return Check("ended", text, tuple(broken))
 
 

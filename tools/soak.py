@@ -27,17 +27,9 @@ from typing import TypeAlias
 from peralta_zmq.config import load_config
 from peralta_zmq.observe.metrics import METRICS, number
 from peralta_zmq.operate.local import local_workers
-from peralta_zmq.operate.process_group import (
-    ProcessGroup,
-    Record,
-    RestartPolicy,
-    Worker,
-    recorder,
-    supervise,
-)
+from peralta_zmq.operate.process_group import ProcessGroup, Record, Worker, recorder, supervise
 from peralta_zmq.wire import auth
 from tools import hostile_sender
-from tools.chaos import kill
 from tools.hostile_sender import HostileSender
 from tools.link_proxy import LinkProxy, free_ports
 from tools.promise_checker import Check, check, hostile_groups, unexpected_ends
@@ -56,8 +48,7 @@ FLIPPED_PORTS = ("rollouts", "announcements", "statuses")  # in the order of the
 # Range of the flipped bit; the handshake of a new connection takes the first 900 bytes.
 FLIP_BITS = 8 * 1000
 WITH_RESTART = ", with a restart of the trainer"  # end of the kind of an outage
-Undo: TypeAlias = Callable[[ProcessGroup], None]
-PATIENT = RestartPolicy(longest_delay=0.5, max_crashes=1_000_000)  # a kill is like a crash
+Undo: TypeAlias = Callable[[ProcessGroup], "bool | None"]  # False: try again
 SETTINGS = (
     *DEMO_OPTIONS,
     *("--sampling.num-generations", "4", "--train.batch-size", "16"),
@@ -114,9 +105,8 @@ class FaultInjector:
         """End the faults that are due; inject the next one if it is time."""
         now = time.monotonic()
         due = [fault for fault in self._active if fault[0] <= now or self.is_over]
-        for _, _, undo in due:
-            undo(group)
-        self._active = [fault for fault in self._active if fault not in due]
+        ended = [fault for fault in due if fault[2](group) is not False]
+        self._active = [fault for fault in self._active if fault not in ended]
         if now >= self._next_fault and not self.is_over:
             self._next_fault = now + self._rng.uniform(*PAUSE)
             faults = self._fault_frequencies
@@ -124,12 +114,11 @@ class FaultInjector:
             inject(group)
 
     def _kill_generator(self, group: ProcessGroup) -> str:
-        process = group[self._rng.choice(GENERATORS)]
-        return ", with a restart of a generator" * kill(process, self._record)
+        return ", with a restart of a generator" * group[self._rng.choice(GENERATORS)].kill()
 
     def _kill_trainer(self, group: ProcessGroup) -> str:
         has_just_started = time.monotonic() - self._trainer_started < MIN_TRAINER_SECONDS
-        if has_just_started or not kill(group["trainer"], self._record):
+        if has_just_started or not group["trainer"].kill():
             return self._kill_generator(group)
         self.on_trainer_start()
         return WITH_RESTART
@@ -174,16 +163,17 @@ class FaultInjector:
         """Let one disk fail, and kill a worker in most cases, so that it starts meanwhile."""
         name = self._rng.choice(list(self._disks))
         disk, outage = self._disks[name], self._rng.choice(self._disks[name].outages)
-        kill_one = self._rng.choice((self._kill_trainer, self._kill_generator, None))
+        kill = self._rng.choice((self._kill_trainer, self._kill_generator, None))
         if any(kind.startswith("disk ") for _, kind, _ in self._active) or not disk.begin(outage):
             return
-        kind = f"disk {name} {outage}{kill_one(group) if kill_one else ''}"
+        kind = f"disk {name} {outage}{kill(group) if kill else ''}"
         self._end_later(kind, "trainer", lambda group: disk.end(outage), OUTAGE_SECONDS)
 
     def _stop_generator(self, group: ProcessGroup) -> None:
-        """Let a generator end as after SIGTERM; it is started again."""
-        if group[GENERATORS[-1]].send_signal(signal.SIGTERM):
-            self._record("fault", kind="stop", worker=GENERATORS[-1])
+        if not any(kind == "stop" for _, kind, _ in self._active):
+            name = GENERATORS[-1]
+            group[name].stop()
+            self._end_later("stop", name, lambda group: group[name].resume())
 
     def _send_hostile(self, group: ProcessGroup) -> None:
         attacks = self._rng.choice((hostile_sender.INVALID, hostile_sender.POISONED))
@@ -224,7 +214,7 @@ def soak(folder: Path, *, minutes: float, seed: int, always_keys: bool) -> int:
             hostile.keys = auth.generator_keys(keys, hostile_sender.NAME) if keys else None
             injector.on_trainer_start()
             workers = soak_workers(folder, links, weights, port=port, max_steps=target, keys=keys)
-            if code := supervise(workers, record=record, on_tick=injector.on_tick, policy=PATIENT):
+            if code := supervise(workers, record=record, on_tick=injector.on_tick):
                 return code
         history = read_history(folder, max_steps=target)  # before the disks are unmounted
     checks = [

@@ -83,7 +83,7 @@ def supervise(
 
     The first SIGINT or SIGTERM is passed to the leader only, the second one kills all workers. With
     `stop_signal`, the leader gets that signal instead of the first one, and later ones are ignored.
-    `record` gets the events restart and failed.
+    `record` gets the events restart, killed and failed.
     """
     atexit.register(errors.discard_unwritten_output)
     group = ProcessGroup(workers, record, has_trained, stop_signal, policy)
@@ -111,7 +111,9 @@ class ProcessGroup:
         stop_signal: int | None,
         policy: RestartPolicy,
     ) -> None:
-        self._processes = {worker.name: ManagedProcess(worker, policy) for worker in workers}
+        self._processes = {
+            worker.name: ManagedProcess(worker, record, policy) for worker in workers
+        }
         self._leader = self._processes[workers[0].name]
         self._record = record
         self._has_trained = has_trained
@@ -181,8 +183,11 @@ class ProcessGroup:
             name = process.worker.name
             reason = process.reason
             delay = process.delay
-            self._print(f"restarted {name} ({reason}) after {delay:g} s{HINTS.get(reason, '')}")
-            self._record("restart", worker=name, reason=reason, delay=delay)
+            hint = "" if process.was_killed else HINTS.get(reason, "")
+            self._print(f"restarted {name} ({reason}) after {delay:g} s{hint}")
+            self._record(
+                "restart", worker=name, reason=reason, delay=delay, killed=process.was_killed
+            )
         process.start(self._guard_pipe)
 
     def _handle_exit(self, process: ManagedProcess, code: int) -> int | None:
@@ -192,7 +197,7 @@ class ProcessGroup:
             self._print_notices()
             if code == 0 or self.is_interrupted:
                 return code if code >= 0 else 128 - code  # 128 + signal number, as a shell returns
-        if code == 0 or self.is_interrupted:
+        if code == 0 or self.is_interrupted or process.is_stopped:
             return None
         reason = f"killed by {SIGNAL_NAMES.get(-code, -code)}" if code < 0 else f"exit code {code}"
         process.reason = reason
@@ -241,12 +246,15 @@ class ProcessGroup:
 @dataclass(slots=True)
 class ManagedProcess:
     worker: Worker
+    record: Record
     policy: RestartPolicy
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0  # time of the last start, in monotonic seconds like all times here
     start_at: float | None = 0.0  # time of the next start; None = no start is due
     delay: float = 0.0  # seconds from the last crash to the restart
     reason: str = ""  # cause of the last crash, such as "exit code 1"; empty = not a restart
+    was_killed: bool = False  # True after `kill`, which does not count as a crash
+    is_stopped: bool = False  # True from `stop` until `resume`
     failure: str = ""  # text of the last failure; empty = none
     crashes: list[float] = field(default_factory=list[float])  # the newest ones
 
@@ -269,6 +277,7 @@ class ManagedProcess:
             )
         self.started = time.monotonic()
         self.start_at = None
+        self.was_killed = False
 
     def poll(self) -> int | None:
         """The exit code (negative for a signal), once after the process has ended."""
@@ -290,12 +299,15 @@ class ManagedProcess:
         self.start_at = time.monotonic() + delay
 
     def schedule_restart(self) -> bool:
-        """Schedule a restart after a crash; False if there are too many."""
+        """Schedule a restart after a crash or `kill`; False if there are too many."""
         now = time.monotonic()
+        is_repeated = bool(self.crashes) and now - self.started < self.policy.calm_seconds
         delay = self.policy.first_delay
-        if self.crashes and now - self.started < self.policy.calm_seconds:
+        if is_repeated and not self.was_killed:
             delay = min(self.policy.longest_delay, 2 * self.delay)
         self.schedule_start(delay)
+        if self.was_killed:
+            return True
         recent = [crash for crash in self.crashes if now - crash <= self.policy.calm_seconds]
         self.crashes = [*recent, now]
         return len(self.crashes) < self.policy.max_crashes
@@ -305,6 +317,32 @@ class ManagedProcess:
         if self.process:
             self.process.send_signal(number)
         return self.is_running
+
+    def kill(self) -> bool:
+        """Send SIGKILL, which does not count as a crash; False if the process is not running."""
+        if self.process is None or self.was_killed or self.process.poll() is not None:
+            return False
+        self.was_killed = True
+        self.send_signal(signal.SIGKILL)
+        self.record("killed", worker=self.worker.name)
+        return True
+
+    def stop(self) -> None:
+        """Send SIGTERM; the process stays stopped until `resume`."""
+        self.is_stopped = True
+        self.start_at = None
+        self.send_signal(signal.SIGTERM)
+
+    def resume(self) -> bool:
+        """Start the process again after `stop`; False while it is still ending."""
+        if not self.is_stopped:
+            return True
+        if self.is_running:
+            return False
+        self.is_stopped = False
+        self.start_at = time.monotonic()
+        self.reason = ""
+        return True
 
 
 @contextlib.contextmanager

@@ -146,7 +146,8 @@ def test_killed_worker_is_restarted_and_recorded(
     )
     (row,) = supervised("wait('go')", dies_once)
     assert children.until_all_have_ended() == ["started", "started"]
-    assert row == {"event": "restart", "worker": "generator-0", "reason": reason, "delay": 0.02}
+    assert row == {"event": "restart", "worker": "generator-0", "reason": reason, "delay": 0.02,
+                   "killed": False}  # fmt: skip
     assert capfd.readouterr().out == f"restarted generator-0 ({reason}) after 0.02 s{hint}\n"
 
 
@@ -173,6 +174,70 @@ def test_worker_whose_log_cannot_be_opened_prints_to_the_terminal(
     printed = capfd.readouterr()
     assert "hello" in printed.out
     assert f"{log} cannot be written (No such file or directory); the output of" in printed.err
+
+
+def test_own_kills_do_not_count_as_crashes(children: Children) -> None:
+    record = Record()
+
+    def on_tick(group: ProcessGroup) -> None:
+        children.read()
+        if children.messages.count("up\n") > len(killed()) and len(killed()) < 6:
+            assert group["generator-0"].kill()
+            assert not group["generator-0"].kill(), "it has been killed already"
+        if children.messages.count("up\n") == 7 and len(record.rows) == 12:
+            group["trainer"].kill()
+
+    def killed() -> list[object]:
+        return [row for row in record.rows if row == {"event": "killed", "worker": "generator-0"}]
+
+    ends = "if os.path.exists('mark'): sys.exit(0)\nopen('mark', 'w'); stay()"
+    workers = [worker("trainer", ends), worker("generator-0", "send('up'); stay()")]
+    assert supervise(workers, record=record, on_tick=on_tick, policy=SHORT) == 0
+    restarts = [row for row in record.rows if row["event"] == "restart"]
+    assert [row["worker"] for row in restarts] == ["generator-0"] * 6 + ["trainer"]
+    assert {(row["delay"], row["killed"]) for row in restarts} == {(0.02, True)}
+
+
+def test_ended_worker_cannot_be_killed(children: Children) -> None:
+    results = list[bool]()
+
+    def on_tick(group: ProcessGroup) -> None:
+        process = group["generator-0"].process
+        if process and not results:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            results.append(group["generator-0"].kill())
+
+    fails_once = "if os.path.exists('mark'): notify('go'); stay()\nopen('mark', 'w'); sys.exit(1)"
+    (row,) = supervised("wait('go')", fails_once, on_tick=on_tick)
+    assert results == [False]
+    assert (row["event"], row["reason"], row["killed"]) == ("restart", "exit code 1", False)
+
+
+def test_stopped_worker_stays_down_until_it_is_resumed(children: Children) -> None:
+    calls = list[str]()
+
+    def on_tick(group: ProcessGroup) -> None:
+        children.read()
+        if children.messages.count("up") == 1 and not calls:
+            assert group["generator-0"].kill()
+            calls.append("kill")
+        if children.messages.count("up") == 2 and calls == ["kill"]:
+            group["generator-0"].stop()
+            assert not group["generator-0"].resume(), "it is still ending"
+            calls.append("stop")
+        elif calls[1:] == ["stop"] and group["generator-0"].resume():
+            calls.append("resume")
+
+    again = (
+        "on(signal.SIGTERM, 'left', 0)\n"
+        "starts = open('starts', 'a+'); starts.write('x'); starts.seek(0); send('up')\n"
+        "if len(starts.read()) == 3: notify('go')\n"
+        "stay()"
+    )
+    rows = supervised("wait('go')", again, on_tick=on_tick)
+    assert calls == ["kill", "stop", "resume"]
+    assert [row["event"] for row in rows] == ["killed", "restart"]  # none for `resume`
+    assert children.until_all_have_ended()[:4] == ["up", "up", "left", "up"]
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,7 @@ from pathlib import Path
 
 from peralta_zmq.config.programs import program_command
 from peralta_zmq.observe.metrics import number
-from peralta_zmq.operate.process_group import (
-    ProcessGroup,
-    RestartPolicy,
-    Worker,
-    recorder,
-    supervise,
-)
-from tools.chaos import kill as kill_worker
+from peralta_zmq.operate.process_group import ProcessGroup, Worker, recorder, supervise
 from tools.link_proxy import free_ports
 from tools.promise_checker import IN_STEPS, unexpected_ends
 from tools.run_history import DEMO_OPTIONS, RECORDING_OPTIONS, History, read_history
@@ -88,11 +81,10 @@ def paced(folder: Path, num_generators: int, *, kill: bool = False) -> Paced:
             text = {name: log.read_text("utf-8", "replace") for name, log in logs.items()}
             killed = next((name for name in logs if NEWEST in text[name]), "")
             if killed:
-                kill_worker(group[killed], record)
+                group[killed].kill()
+                group[killed].stop()  # it is not restarted
 
-    record = recorder(folder / "run")
-    policy = RestartPolicy(first_delay=MAX_SECONDS)  # a killed generator stays down
-    if code := supervise(workers, record=record, on_tick=on_tick, policy=policy):
+    if code := supervise(workers, record=recorder(folder / "run"), on_tick=on_tick):
         raise RuntimeError(f"the run ended with exit code {code}")
     name = f"{num_generators}{', one killed' if kill else ''}"
     return _measured(read_history(folder / "run", []), name, time.monotonic() - started)

@@ -537,12 +537,11 @@ def test_main_prints_violations_and_returns_an_exit_code(
 
 def test_unexpected_ends_names_workers_that_the_test_did_not_kill(tmp_path: Path) -> None:
     run = RecordedRun()
-    killed = {"event": "restart", "reason": "killed by SIGKILL"}
+    killed = {"reason": "killed by SIGKILL", "killed": True}
     restarts: list[Row] = [
-        {"event": "killed", "worker": "trainer"},
-        {"worker": "trainer", **killed},
-        {"event": "restart", "worker": "generator-0", "reason": "exit code 1"},
-        {"worker": "generator-1", **killed},  # out of memory
+        {"event": "restart", "worker": "trainer", **killed},
+        {"event": "restart", "worker": "generator-0", "reason": "exit code 1", "killed": False},
+        {"event": "restart", "worker": "generator-1", **killed, "killed": False},  # out of memory
     ]
     run.events += restarts
     assert run.check(tmp_path / "crashed") == {}
