@@ -86,8 +86,7 @@ class Setting:
         with device:  # random numbers of a GPU are faster
             self.model = cast(Any, new_model(shape, seed=0).eval())
         parameters = dict(self.model.named_parameters())
-        self._optimizer = make_optimizer(parameters, betas=(0.9, 0.95), weight_decay=0.0)
-        self._optimizer.param_groups[0]["lr"] = RATE
+        self._optimizer = make_optimizer(parameters, lr=RATE)
         self._groups = [random_group(seed, shape["vocab_size"]) for seed in range(num_groups)]
         self._scorers = {
             dtype: Scorer(self.model, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)

@@ -23,7 +23,7 @@ from benchmarks.generation import token_logprobs
 from benchmarks.harness import Claim, progress, progress_of, seconds, spread
 from benchmarks.training import SHAPE
 from peralta_zmq import models
-from peralta_zmq.learning.optimizer import make_optimizer, set_options
+from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.weights import delta
 from peralta_zmq.weights.delta import Bits
 from peralta_zmq.weights.publisher import PublishReport, VersionWriter, WeightPublisher
@@ -56,11 +56,11 @@ def run(*, quick: bool, device: torch.device = CPU) -> Iterable[Claim]:
 
 def _stepper(model: models.Model) -> Callable[[float], None]:
     named = dict(model.named_parameters())
-    optimizer = make_optimizer(named, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = make_optimizer(named)
     random = torch.Generator().manual_seed(1)
 
     def step(rate: float) -> None:
-        set_options(optimizer, lr=rate)
+        optimizer.param_groups[0]["lr"] = rate
         tokens = torch.randint(0, int(model.config.vocab_size), (2, 33), generator=random)
         tokens = tokens.to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16):

@@ -29,7 +29,7 @@ from peralta_zmq import models
 from peralta_zmq.engines.native import decoder
 from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.learning.losses import preset
-from peralta_zmq.learning.optimizer import make_optimizer, set_options
+from peralta_zmq.learning.optimizer import make_optimizer
 from peralta_zmq.learning.packing import MicroBatch, Packing, make_micro_batches
 from peralta_zmq.learning.update import update_parameters
 from peralta_zmq.models import base_formats, tree_attention
@@ -113,8 +113,7 @@ def batches(device: str) -> list[MicroBatch]:
 def trained(device: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of three steps over two groups, and the weights after them, in float64."""
     model = tiny_model().double().to(device)
-    optimizer = make_optimizer(dict(model.named_parameters()), betas=(0.9, 0.95), weight_decay=0.0)
-    set_options(optimizer, lr=1e-3)
+    optimizer = make_optimizer(dict(model.named_parameters()), lr=1e-3)
     with Float64():
         results = [
             update_parameters(

@@ -153,13 +153,7 @@ class Learner:
         self._masters = masters
         self._current = StepInProgress()  # of step `self.step + 1`
         self._device = next(iter(parameters.values())).device
-        first = update(1)
-        self._optimizer = adamw.make_optimizer(
-            parameters,
-            betas=(first.adam_beta1, first.adam_beta2),
-            weight_decay=first.weight_decay,
-            optim=settings.optim,
-        )
+        self._optimizer = adamw.make_optimizer(parameters, optim=settings.optim)
         if masters is not None:
             masters.attach(self._optimizer)
 
@@ -230,12 +224,8 @@ class Learner:
         started = time.monotonic()
         numbers = self.next_update if repeated is None else repeated
         self.step += 1
-        adamw.set_options(
-            self._optimizer,
-            lr=numbers.learning_rate,
-            betas=(numbers.adam_beta1, numbers.adam_beta2),
-            weight_decay=numbers.weight_decay,
-        )
+        for group in self._optimizer.param_groups:
+            group.update(lr=numbers.learning_rate, weight_decay=numbers.weight_decay)
         settings = self._settings
         current = self._current
         self._pack(current.groups[len(current.advantages) :])

@@ -23,6 +23,8 @@ from peralta_zmq.learning.distributed import Ranks, full_tensor, is_sharded
 
 Optim: TypeAlias = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 OPTIMS: tuple[str, ...] = get_args(Optim)
+# Decays of the mean of gradients and of their squares; bfloat16 rounds away updates above 0.99.
+BETAS = (0.9, 0.95)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PART = 1 << 22  # elements updated at a time, a multiple of BLOCK
 BLOCK = 256  # elements of a block of 8-bit codes, which has one scale
@@ -36,8 +38,6 @@ class UpdateSettings:
     learning_rate: float
     weight_decay: float
     max_grad_norm: float
-    adam_beta1: float = 0.9  # decay of the mean of gradients
-    adam_beta2: float = 0.95  # decay of their squares; bfloat16 rounds away updates above 0.99
     arithmetic: Mapping[str, str] = field(default_factory=dict[str, str])
     """See models/step_arithmetic.py."""
 
@@ -61,17 +61,16 @@ def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, max_s
 def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     *,
-    betas: tuple[float, float],
-    weight_decay: float,
     optim: Optim = "adamw",
+    lr: float = 0.0,
+    weight_decay: float = 0.0,
     part: int = PART,
 ) -> torch.optim.Optimizer:
-    """Create AdamW with learning rate 0; call `set_options` before each step.
+    """Create AdamW. Moments in fewer than 32 bits are updated `part` elements at a time.
 
-    Moments in fewer than 32 bits are updated `part` elements at a time, a multiple of BLOCK.
     Raises ConfigError if bitsandbytes is needed and cannot be imported.
     """
-    options: dict[str, Any] = dict(lr=0.0, betas=betas, eps=1e-8, weight_decay=weight_decay)
+    options: dict[str, Any] = dict(lr=lr, betas=BETAS, eps=1e-8, weight_decay=weight_decay)
     if optim == "adamw_bf16":
         return AdamWBf16(parameters.values(), {**options, "part": part})
     if optim == "adamw_8bit":
@@ -106,7 +105,7 @@ class AdamWBf16(torch.optim.Optimizer):
             for kind in MOMENTS:
                 state[kind] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        options |= {"beta1": BETAS[0], "beta2": BETAS[1]}
         options |= {"fused": True, "amsgrad": False, "maximize": False}
         for weights, gradients, *moments in _parts(
             group["part"], parameter, gradient, *(state[kind] for kind in MOMENTS)
@@ -157,11 +156,6 @@ def _parts(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if not _is_divisible(size, *tensors):
         return iter([tensors])
     return zip(*(each.detach().view(-1).split(size) for each in tensors), strict=True)
-
-
-def set_options(optimizer: torch.optim.Optimizer, **options: Any) -> None:
-    for group in optimizer.param_groups:
-        group.update(options)
 
 
 def clip_and_step(optimizer: torch.optim.Optimizer, max_grad_norm: float, ranks: Ranks) -> float:

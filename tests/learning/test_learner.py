@@ -48,10 +48,9 @@ def test_repeated_steps_may_all_be_skipped() -> None:
         learner.learn(groups_of(5))
 
 
-@pytest.mark.parametrize("option", [
-    {"learning_rate": constant(0.02)}, {"betas": (0.5, 0.95)}, {"betas": (0.9, 0.5)},
-    {"weight_decay": 0.5}, {"max_grad_norm": 0.01},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "option", [{"learning_rate": constant(0.02)}, {"weight_decay": 0.5}, {"max_grad_norm": 0.01}]
+)
 def test_repeated_step_has_the_numbers_of_its_first_time(option: dict[str, Any]) -> None:
     models = [tiny_model(), tiny_model()]
     first, second = tiny_learner(models[0], **option), tiny_learner(models[1])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from peralta_zmq.learning.distributed import SINGLE, full_tensor, join
 from peralta_zmq.learning.master_weights import MasterWeights
-from peralta_zmq.learning.optimizer import OPTIMS, make_optimizer, set_options
+from peralta_zmq.learning.optimizer import OPTIMS, make_optimizer
 from peralta_zmq.models.rounding import grid_noise, off_grid
 
 GRIDS = [torch.bfloat16, torch.float16]
@@ -165,11 +165,8 @@ def test_small_updates_reach_published_weights(
     parameter = on_grid(512, 1024)
     base, sign = parameter.detach().clone(), on_grid(512, 1024, seed=1).detach().sign()
     masters = noisy({"w": parameter}, seed=seed)
-    optimizer: Any = make_optimizer(
-        {"w": parameter}, betas=(0.9, 0.95), weight_decay=0.0, optim=optim
-    )
+    optimizer: Any = make_optimizer({"w": parameter}, optim=optim, lr=1e-6)
     masters.attach(optimizer)
-    set_options(optimizer, lr=1e-6)
     for _ in range(20):
         parameter.grad = sign.clone()
         optimizer.step()

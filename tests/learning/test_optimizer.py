@@ -104,10 +104,7 @@ def test_resumed_run_equals_uninterrupted_run(optim: str, tmp_path: Path) -> Non
 
 def test_adamw_bf16_step_matches_adamw_on_rounded_moments() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = make_optimizer(
-        {"w": weight}, betas=(0.9, 0.95), weight_decay=0.0, optim="adamw_bf16"
-    )
-    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer = make_optimizer({"w": weight}, optim="adamw_bf16", lr=0.1)
     for gradient in ([1.0, 0.5], [3.0, 0.5]):
         weight.grad = torch.tensor(gradient)
         optimizer.step()
@@ -176,10 +173,7 @@ def test_step_in_parts_equals_a_whole_step(optim: Any, is_transposed: bool) -> N
     for part in (1 << 30, 1024):
         random = torch.Generator().manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(70, 111, generator=random))
-        optimizer = make_optimizer(
-            {"w": weight}, betas=(0.9, 0.95), weight_decay=0.1, optim=optim, part=part
-        )
-        adamw.set_options(optimizer, lr=1e-3)
+        optimizer = make_optimizer({"w": weight}, optim=optim, lr=1e-3, weight_decay=0.1, part=part)
         for _ in range(3):
             gradient = torch.randn(111, 70, generator=random).t()
             weight.grad = gradient if is_transposed else gradient.contiguous()
@@ -193,9 +187,7 @@ def test_step_in_parts_equals_a_whole_step(optim: Any, is_transposed: bool) -> N
 @small
 def test_step_needs_memory_for_a_part_only(optim: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(1 << 20))
-    optimizer = make_optimizer(
-        {"w": weight}, betas=(0.9, 0.95), weight_decay=0.0, optim=optim, part=4096
-    )
+    optimizer = make_optimizer({"w": weight}, optim=optim, part=4096)
     for _ in range(2):  # the first step creates the state
         weight.grad = torch.ones(1 << 20)
         with PeakMemory() as memory:

@@ -155,13 +155,12 @@ def tiny_learner(model: Any, **options: Any) -> Any:
     from peralta_zmq.models.scorer import Scorer
 
     rate = options.pop("learning_rate", constant(1e-2))
-    beta1, beta2 = options.pop("betas", (0.9, 0.95))
     decay = options.pop("weight_decay", 0.01)
     max_norm = options.pop("max_grad_norm", 1.0)
     packing_names = {field.name for field in fields(Packing)}
     settings: dict[str, Any] = {"loss": preset("reinforce"), "advantage": group_mean}
     arguments: dict[str, Any] = {
-        "update": lambda step: UpdateSettings(rate(step), decay, max_norm, beta1, beta2),
+        "update": lambda step: UpdateSettings(rate(step), decay, max_norm),
         "compute_logprobs": Scorer(model),
     }
     packing = {name: options.pop(name) for name in packing_names & options.keys()}
