@@ -64,6 +64,15 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
     scorer = make_scorer(config, trained)
     reference, teacher = make_reference_models(config, trained, scorer)
     settings = LearnerSettings(
+        update=functools.partial(update_settings, config),
+        compute_logprobs=scorer,
+        compute_with_entropy=scorer.with_entropy if config.loss.entropy_coef else None,
+        masters=MasterWeights(parameters, dtype, make_masters=first_masters(config)),
+        reference=reference,
+        teacher=teacher,
+        selection=make_selection(config, scorer),
+        demonstrations=make_demonstrations(config, model, scorer),
+        ranks=ranks,
         loss=make_loss(config),
         advantage=make_advantage(config),
         term_weights=make_term_weights(config),
@@ -81,19 +90,7 @@ def make_learner(config: Config, model: models.Model, ranks: Ranks = SINGLE) -> 
         keep_zero_std=train.keep_zero_std,
         divisor=early_divisor(config, num_ranks=ranks.world_size),
     )
-    return Learner(
-        parameters,
-        settings,
-        update=functools.partial(update_settings, config),
-        compute_logprobs=scorer,
-        compute_with_entropy=scorer.with_entropy if config.loss.entropy_coef else None,
-        masters=MasterWeights(parameters, dtype, make_masters=first_masters(config)),
-        reference=reference,
-        teacher=teacher,
-        selection=make_selection(config, scorer),
-        demonstrations=make_demonstrations(config, model, scorer),
-        ranks=ranks,
-    )
+    return Learner(parameters, settings)
 
 
 def first_masters(config: Config) -> MakeMasters | None:

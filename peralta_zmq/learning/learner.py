@@ -68,8 +68,18 @@ from peralta_zmq.rollout import RolloutGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """Functions and numbers of the training, named as in the config."""
+    """Functions, models and numbers of the training, named as in the config."""
 
+    update: Callable[[int], adamw.UpdateSettings]  # numbers of the updates of a step
+    compute_logprobs: ComputeLogprobs  # the policy's forward pass
+    compute_with_entropy: ComputeLogprobsAndEntropy | None = None
+    """Replaces it for a loss with an entropy bonus."""
+    masters: MasterWeights | None = None
+    reference: PolicyCopy | None = None
+    teacher: ReferenceModel | None = None
+    selection: TokenSelection | None = None
+    demonstrations: Demonstrations | None = None
+    ranks: Ranks = SINGLE
     loss: TokenLoss
     advantage: AdvantageFunction
     term_weights: TermWeights | None = None  # see `advantages_of`
@@ -117,50 +127,27 @@ class StepInProgress:
 class Learner:
     """Trains parameters on groups of rollouts. `step` counts the steps taken.
 
-    `compute_logprobs` is the policy's forward pass; `compute_with_entropy` replaces it for a loss
-    with an entropy bonus. `update` returns the numbers of a step's updates. Every rank must make
-    the same calls with the same groups.
+    Every rank must make the same calls with the same groups.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        settings: LearnerSettings,
-        *,
-        update: Callable[[int], adamw.UpdateSettings],
-        compute_logprobs: ComputeLogprobs,
-        compute_with_entropy: ComputeLogprobsAndEntropy | None = None,
-        masters: MasterWeights | None = None,
-        reference: PolicyCopy | None = None,
-        teacher: ReferenceModel | None = None,
-        selection: TokenSelection | None = None,
-        demonstrations: Demonstrations | None = None,
-        ranks: Ranks = SINGLE,
+        self, parameters: Mapping[str, torch.nn.Parameter], settings: LearnerSettings
     ) -> None:
         self.step = 0
-        self._update = update
         self._num_skipped = 0
         self._num_skipped_in_a_row = 0
         self._parameters = parameters
         self._settings = settings
-        self._ranks = ranks
-        self._compute_logprobs = compute_logprobs
-        self._compute_with_entropy = compute_with_entropy
-        self._reference = reference
-        self._teacher = teacher
-        self._selection = selection
-        self._demonstrations = demonstrations
-        self._masters = masters
         self._current = StepInProgress()  # of step `self.step + 1`
         self._device = next(iter(parameters.values())).device
         self._optimizer = adamw.make_optimizer(parameters, optim=settings.optim)
-        if masters is not None:
+        if (masters := settings.masters) is not None:
             masters.attach(self._optimizer)
 
     @property
     def next_update(self) -> adamw.UpdateSettings:
         """Numbers of the updates of step `self.step + 1`, according to the settings."""
-        return self._update(self.step + 1)
+        return self._settings.update(self.step + 1)
 
     @property
     def seconds(self) -> float:
@@ -205,8 +192,8 @@ class Learner:
         computed = add_gradient(
             batch,
             loss=settings.loss,
-            compute_logprobs=self._compute_logprobs,
-            compute_with_entropy=self._compute_with_entropy,
+            compute_logprobs=settings.compute_logprobs,
+            compute_with_entropy=settings.compute_with_entropy,
         )
         current.computed.append(computed)
         current.seconds += time.monotonic() - started
@@ -233,27 +220,27 @@ class Learner:
         num_rollouts = sum(len(group.rollouts) for group in current.groups)
         mini_batches, selection_metrics = self._mini_batches(current.samples)
         sft = None
-        if self._demonstrations is not None:
-            sft = self._demonstrations.term(self.step, device=self._device, ranks=self._ranks)
+        if settings.demonstrations is not None:
+            sft = settings.demonstrations.term(self.step, device=self._device, ranks=settings.ranks)
         updates = [
             update_parameters(
                 self._optimizer,
                 batches,
                 loss=settings.loss,
-                compute_logprobs=self._compute_logprobs,
-                compute_with_entropy=self._compute_with_entropy,
+                compute_logprobs=settings.compute_logprobs,
+                compute_with_entropy=settings.compute_with_entropy,
                 computed=current.computed,
                 divisor=settings.divisor or "tokens",
                 sft=sft,
                 max_grad_norm=numbers.max_grad_norm,
-                ranks=self._ranks,
+                ranks=settings.ranks,
             )
             for batches in mini_batches * settings.num_iterations
         ]
         skip_reason = next((update.skip_reason for update in updates if update.skip_reason), "")
         self._count_skipped(skip_reason, is_repeated=repeated is not None)
-        if self._reference is not None:
-            self._reference.sync(self.step)
+        if settings.reference is not None:
+            settings.reference.sync(self.step)
         mismatch = updates[0].mismatch  # later updates start from weights that no generator has
         excluded = {name: why for update in updates for name, why in update.excluded.items()}
         metrics = {
@@ -267,7 +254,7 @@ class Learner:
             "learning_rate": numbers.learning_rate,
             "time/forward_backward": current.seconds + time.monotonic() - started,
             "time/overlapped": current.overlapped,
-            **({} if self._masters is None else self._masters.movement(self._ranks)),
+            **({} if settings.masters is None else settings.masters.movement(settings.ranks)),
             **step_metrics.mismatch_metrics(mismatch),
         }
         means = [*map(mean_advantages, current.groups, current.advantages)]
@@ -308,26 +295,26 @@ class Learner:
                 [sample for sample in samples if sample.group % settings.num_minibatches == index],
                 settings.packing,
                 device=self._device,
-                ranks=self._ranks,
+                ranks=settings.ranks,
             )
             for index in range(min(settings.num_minibatches, num_groups))
         ]
         batches = list(chain(*mini_batches))
         metrics = dict[str, float]()
         batches = self._with_reference_logprobs(batches)
-        if self._selection is not None:
-            batches, metrics = self._selection(batches, self._ranks)
+        if settings.selection is not None:
+            batches, metrics = settings.selection(batches, settings.ranks)
         elif settings.num_minibatches > 1 or settings.num_iterations > 1:
-            policy = partial(reference_logprobs, self._compute_logprobs)
+            policy = partial(reference_logprobs, settings.compute_logprobs)
             batches = with_logprobs("prox_logprobs", batches, policy)
         remaining = iter(batches)
         return [list(islice(remaining, len(each))) for each in mini_batches], metrics
 
     def _with_reference_logprobs(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        if self._reference is not None:
-            batches = with_logprobs("ref_logprobs", batches, self._reference)
-        if self._teacher is not None:
-            batches = with_logprobs("teacher_logprobs", batches, self._teacher)
+        if self._settings.reference is not None:
+            batches = with_logprobs("ref_logprobs", batches, self._settings.reference)
+        if self._settings.teacher is not None:
+            batches = with_logprobs("teacher_logprobs", batches, self._settings.teacher)
         return batches
 
     def _count_skipped(self, skip_reason: str, *, is_repeated: bool) -> None:
@@ -351,13 +338,13 @@ class Learner:
         (`MasterWeights`), OPTIM/KIND/NAME (`adamw.state_of`), reference/NAME (with sync_steps),
         rng/torch, skipped, demonstrations.
         """
-        gather = partial(gather_tensor, rank=self._ranks.rank)
+        gather = partial(gather_tensor, rank=self._settings.ranks.rank)
         tensors = {path: gather(tensor) for path, tensor in self._live_tensors().items()}
         for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
                 tensors[f"{self._settings.optim}/{kind}/{name}"] = gather(tensor)
         skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
-        sft = {} if self._demonstrations is None else self._demonstrations.state()
+        sft = {} if self._settings.demonstrations is None else self._settings.demonstrations.state()
         random_state = self._current.random_state
         if random_state is None:
             random_state = torch.get_rng_state()
@@ -366,7 +353,7 @@ class Learner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and unsharded tensor of each parameter, on rank 0."""
         for name, parameter in self._parameters.items():
-            yield name, gather_tensor(parameter.detach(), rank=self._ranks.rank)
+            yield name, gather_tensor(parameter.detach(), rank=self._settings.ranks.rank)
 
     def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Continue from the `state` of `step`; discards the groups that `add` has added.
@@ -390,8 +377,8 @@ class Learner:
         self.step = step
 
     def _live_tensors(self) -> dict[str, Tensor]:
-        reference = {} if self._reference is None else self._reference.state()
-        remainders = {} if self._masters is None else self._masters.remainders
+        reference = {} if self._settings.reference is None else self._settings.reference.state()
+        remainders = {} if self._settings.masters is None else self._settings.masters.remainders
         return {
             **{f"model/{name}": tensor.detach() for name, tensor in self._parameters.items()},
             **{f"remainder/{name}": tensor for name, tensor in remainders.items()},
@@ -399,8 +386,8 @@ class Learner:
         }
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
-        if self._demonstrations is not None:
-            self._demonstrations.check_state(tensors)
+        if self._settings.demonstrations is not None:
+            self._settings.demonstrations.check_state(tensors)
         names = {path.removeprefix("model/") for path in tensors if path.startswith("model/")}
         if different := names ^ self._parameters.keys():
             owner = "the checkpoint" if min(different) in names else "the model"

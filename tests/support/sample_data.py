@@ -146,7 +146,7 @@ def packed(groups: Sequence[RolloutGroup], advantage: Any = None, **packing: Any
 
 
 def tiny_learner(model: Any, **options: Any) -> Any:
-    """A learner of `model` with REINFORCE; `options` override its settings and arguments."""
+    """A learner of `model` with REINFORCE; `options` override its settings."""
     from peralta_zmq.learning.advantages import group_mean
     from peralta_zmq.learning.learner import Learner, LearnerSettings
     from peralta_zmq.learning.losses import preset
@@ -158,17 +158,16 @@ def tiny_learner(model: Any, **options: Any) -> Any:
     decay = options.pop("weight_decay", 0.01)
     max_norm = options.pop("max_grad_norm", 1.0)
     packing_names = {field.name for field in fields(Packing)}
-    settings: dict[str, Any] = {"loss": preset("reinforce"), "advantage": group_mean}
-    arguments: dict[str, Any] = {
+    packing = {name: options.pop(name) for name in packing_names & options.keys()}
+    settings: dict[str, Any] = {
         "update": lambda step: UpdateSettings(rate(step), decay, max_norm),
         "compute_logprobs": Scorer(model),
+        "loss": preset("reinforce"),
+        "advantage": group_mean,
+        "packing": Packing(**{"max_tokens": 1000, **packing}),
+        **options,
     }
-    packing = {name: options.pop(name) for name in packing_names & options.keys()}
-    settings["packing"] = Packing(**{"max_tokens": 1000, **packing})
-    names = {field.name for field in fields(LearnerSettings)}
-    settings |= {name: value for name, value in options.items() if name in names}
-    arguments |= {name: value for name, value in options.items() if name not in names}
-    return Learner(dict(model.named_parameters()), LearnerSettings(**settings), **arguments)
+    return Learner(dict(model.named_parameters()), LearnerSettings(**settings))
 
 
 def step_gradient(model: Any, batches: Sequence[Any], loss: Any, **options: Any) -> tuple[Any, Any]:
