@@ -134,20 +134,6 @@ def test_bits_do_not_depend_on_the_times_at_which_groups_arrive(sizes: Sequence[
     assert metrics_of(result) == metrics_of(expected) and result.groups == GROUPS
 
 
-def test_order_of_the_groups_decides_on_the_micro_batches() -> None:
-    ours, theirs = tiny_model(), tiny_model()
-    learner_of(ours).learn(GROUPS)
-    learner_of(theirs).learn(GROUPS[::-1])
-    assert not identical(weights(ours), weights(theirs))
-
-
-def test_learner_without_divisor_computes_no_micro_batch() -> None:
-    model = tiny_model()
-    learner = learner_of(model, divisor=None)
-    add_one_by_one(learner, GROUPS)
-    assert not has_gradient(model)
-
-
 def test_overlapped_time_ends_when_the_last_group_is_there() -> None:
     for sizes, is_overlapped in ([6], False), ([5, 1], True):
         learner, remaining = learner_of(tiny_model()), iter(GROUPS)
@@ -221,16 +207,6 @@ def test_step_without_finite_loss_is_skipped_and_leaves_no_gradient() -> None:
     signals = [group.name for group in GROUPS if group.has_signal]
     assert sorted(result.excluded) == sorted(signals)
     assert not has_gradient(model)
-
-
-def test_step_of_groups_without_signal_computes_nothing() -> None:
-    model = tiny_model()
-    before, learner = weights(model), learner_of(model)
-    groups = [siblings([1, 1], lengths=[12, 12], seed=seed) for seed in range(6)]
-    add_one_by_one(learner, groups)
-    assert not has_gradient(model)
-    learner.finish_step()
-    assert identical(weights(model), before)
 
 
 def test_checkpoint_within_a_step_has_the_random_state_of_its_start() -> None:

@@ -101,11 +101,6 @@ def test_keep_zero_std_gives_advantages_without_signal(
     assert first == pytest.approx(equal, abs=1e-6) and second == pytest.approx(other, abs=1e-6)
 
 
-@pytest.mark.parametrize("advantage", [group_mean, token_whitening])
-def test_step_without_signal_has_no_advantages(advantage: Any) -> None:
-    assert advantages_of([group_of([1, 1]), group_of([0, 0])], advantage) == [[], []]
-
-
 @pytest.mark.parametrize("advantage", [group_mean, leave_one_out, group_zscore])
 def test_single_rollout_has_advantage_zero(advantage: Any) -> None:
     assert advantages_of([group_of([3])], advantage, keep_zero_std=True) == [[0]]

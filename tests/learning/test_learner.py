@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,13 +25,6 @@ from peralta_zmq.models.scorer import Scorer
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
 reinforce = preset("reinforce")
-
-
-def test_learn_raises_probability_of_better_rollouts() -> None:
-    model = tiny_model()
-    learner = tiny_learner(model, weight_decay=0.0)
-    losses = [learner.learn(groups_of(1)).metrics["loss"] for _ in range(5)]
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
 
 
 def nan_loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -149,13 +141,6 @@ def test_iterations_repeat_the_mini_batches_in_order() -> None:
     assert identical(weights(model), weights(updates_model))
 
 
-def test_iterations_alone_compute_prox_logprobs_once() -> None:
-    first, second = tokens_of_step(functools.partial(tiny_learner, tiny_model()), num_iterations=2)
-    assert torch.equal(first.prox_logprobs, first.logprobs)
-    assert torch.equal(second.prox_logprobs, first.logprobs)
-    assert not torch.equal(second.logprobs, first.logprobs)
-
-
 def test_prox_logprobs_equal_policy_with_one_update() -> None:
     (tokens,) = tokens_of_step(functools.partial(tiny_learner, tiny_model()))
     assert torch.equal(tokens.prox_logprobs, tokens.logprobs)
@@ -248,15 +233,6 @@ def test_gradient_and_metrics_are_equal_for_any_micro_batches(
     assert metrics == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_gradient_is_equal_for_any_order(model: Any, loss: TokenLoss) -> None:
-    whole, _ = gradient(model, batches_of(), loss)
-    samples, _ = packed(GROUPS, max_tokens=15)
-    random.Random(0).shuffle(samples)
-    shuffled = make_micro_batches(samples, Packing(max_tokens=20))[::-1]
-    assert close(gradient(model, shuffled, loss)[0], whole, 1e-6)
-
-
 # Packed and padded rows
 
 
@@ -318,13 +294,6 @@ def step_by_hand(
     return update_parameters(optimizer, batches, **{**chosen, **options})
 
 
-def test_mismatch_kl_of_one_token_by_hand() -> None:
-    # log ratio -1 - (-1.5) = .5; e^.5 - .5 - 1 = .148721
-    parameter, batch = by_hand(old=-1.5)
-    result = step_by_hand(parameter, [batch])
-    assert result.metrics["mismatch_kl"] == pytest.approx(0.148721, abs=1e-6)
-
-
 def test_effective_sample_size_and_entropy_estimate_by_hand() -> None:
     parameter, batch = by_hand(old=-1.0)
     other = replace(batch, old_logprobs=batch.old_logprobs - math.log(2))
@@ -372,17 +341,6 @@ def test_step_clips_gradient_at_max_grad_norm(limit: float, after: float) -> Non
     result = step_by_hand(parameter, [batch], max_grad_norm=limit)
     assert parameter.item() == pytest.approx(after, abs=1e-6)
     assert result.metrics["grad_norm"] == pytest.approx(0.5)
-
-
-def test_loss_metrics_of_any_name_are_summed_over_batches() -> None:
-    names = ("share", "ratio", "usable", "not_finite")
-
-    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return tokens.logprobs.sum(), dict.fromkeys(names, tokens.mask.sum() / tokens.step_tokens)
-
-    parameter, batch = by_hand(old=-1.0)
-    metrics = step_by_hand(parameter, [batch, batch, batch], loss=loss).metrics
-    assert {name: metrics[name] for name in names} == pytest.approx(dict.fromkeys(names, 1))
 
 
 def test_step_without_batches_changes_nothing() -> None:

@@ -129,16 +129,6 @@ def test_master_in_the_middle_of_two_grid_points_stays_beside_it() -> None:
     assert torch.equal(joined, torch.tensor([middle, -middle]) * (1 - 2.0**-24))
 
 
-def test_parameters_stay_bit_for_bit_and_masters_do_not() -> None:
-    parameters = {"a": on_grid(100, 100), "b": nn.Parameter(torch.ones(3))}
-    base = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    masters = noisy(parameters)
-    assert identical({name: each.detach() for name, each in parameters.items()}, base)
-    assert not any(
-        torch.equal(base[n], each) for n, each in masters_of(masters, parameters).items()
-    )
-
-
 @pytest.mark.parametrize("base", [0.0517578125, 1.0, -1.0])
 @pytest.mark.parametrize("direction", [1, -1])
 def test_published_weights_follow_the_masters_in_the_mean(base: float, direction: int) -> None:

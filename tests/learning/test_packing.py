@@ -8,7 +8,7 @@ import pytest
 import torch
 from sample_data import group_of, packed, siblings
 
-from peralta_zmq.learning.advantages import group_mean, length_weighted
+from peralta_zmq.learning.advantages import group_mean
 from peralta_zmq.learning.packing import (
     MicroBatch,
     Packing,
@@ -44,12 +44,6 @@ def with_tokens(group: RolloutGroup, *rows: list[int]) -> RolloutGroup:
 
 
 # Samples
-
-
-def test_siblings_share_their_prompt() -> None:
-    (batch,) = batches_of([siblings([1, 0, 0], lengths=[2, 4, 1])])
-    assert layouts([batch]) == [[[(-1, 5), (2, 4), (2, 1)]]]
-    assert len(batch.token_ids) == 3 + 7
 
 
 def test_every_token_keeps_its_id_and_logprob() -> None:
@@ -199,25 +193,6 @@ def test_each_token_has_the_advantage_of_its_turn(max_tokens: int, expected: lis
     samples, _ = pack_groups([group], [[(2.0, -1.0), 0.5]], packing)
     batches = make_micro_batches(samples, packing)
     assert [x for each in batches for x in each.advantages.tolist()] == expected
-
-
-def test_advantage_function_gets_generated_lengths() -> None:
-    # baseline (1 * 1 + 0 * 3) / 4 = .25
-    (batch,) = batches_of([siblings([1, 0], lengths=[1, 3])], advantage=length_weighted)
-    assert batch.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
-
-
-def test_batch_tensors_have_documented_dtypes() -> None:
-    (batch,) = batches_of([siblings([1, 0])])
-    whole = [batch.token_ids, batch.scored, batch.sequence]
-    numbers = [batch.old_logprobs, batch.advantages, batch.mask]
-    assert {each.dtype for each in whole} == {torch.int64}
-    assert {each.dtype for each in numbers} == {torch.float32}
-
-
-def test_a_constant_temperature_stays_a_number() -> None:
-    (batch,) = batches_of([siblings([1, 0])], temperature=0.7)
-    assert batch.temperatures == 0.7
 
 
 def test_tokens_have_the_temperature_of_their_environment() -> None:

@@ -102,25 +102,6 @@ def test_logit_of_minus_infinity_is_a_probability_of_zero(
     assert impossible[0].eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize("num_chunks", [0, 1, 3, 4])
-def test_kept_logits_are_within_their_limit(num_chunks: int) -> None:
-    """The last of the four chunks is smaller than the others."""
-    hidden, weight, token_ids = inputs()
-    kept_bytes = num_chunks * CHUNK_BYTES
-    node: Any = in_chunks(hidden, weight, token_ids, kept_bytes=kept_bytes).grad_fn
-    assert len(node.kept) == num_chunks
-
-
-def test_head_adds_to_the_gradient_of_its_weight() -> None:
-    hidden, weight, token_ids = inputs()
-    gradients = list[Tensor]()
-    for _ in range(2):
-        in_chunks(hidden, weight, token_ids).sum().backward()
-        assert weight.grad is not None
-        gradients.append(weight.grad.clone())
-    assert torch.equal(gradients[1], 2 * gradients[0])
-
-
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_head_gives_equal_bits_without_gradient(*, with_entropy: bool) -> None:
     """Otherwise the ratio of a policy to itself before its first update would not be 1."""

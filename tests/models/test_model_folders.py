@@ -155,18 +155,6 @@ def test_load_model_rejects_truncated_weights(tmp_path: Path, model: Any, keep: 
     assert "cannot be loaded" in refused(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "reason"), [(None, f"tensor {NORM} is missing"), (torch.ones(17), "cannot be load")]
-)
-def test_load_model_rejects_missing_tensor_or_wrong_shape(
-    tmp_path: Path, model: Any, tensor: torch.Tensor | None, reason: str
-) -> None:
-    model.save_pretrained(tmp_path)
-    weights = changed(model, **{NORM: tensor})
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert reason in refused(tmp_path)
-
-
 def layers(number: int) -> dict[str, Any]:
     return {"num_hidden_layers": number, "layer_types": ["full_attention"] * number}
 

@@ -131,11 +131,6 @@ def test_model_that_cannot_pack_is_padded_with_reason(kind: str) -> None:
     assert_as_exact(ours, lambda model: plainly(model, tokens)[0], plain)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma"])
-def test_models_of_other_families_are_packed(kind: str) -> None:
-    assert Scorer(tiny_model(model_type=kind)).padding_reason == ""
-
-
 def gradient(
     model: Any, tokens: Tensor, trees: list[PrefixTree], scored: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:

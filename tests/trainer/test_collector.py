@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import itertools
 import os
 import shutil
 import threading
@@ -30,7 +29,7 @@ from peralta_zmq.observe.run_log import RunLog
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.collector import BatchCollector, CollectorLimits
-from peralta_zmq.trainer.generator_registry import GeneratorRegistry, RegistryLimits
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry
 from peralta_zmq.trainer.journal import DroppedGroup, Journal
 from peralta_zmq.trainer.recovery import load_journaled_batch
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session, StopSignal
@@ -274,15 +273,6 @@ def test_pools_without_a_normal_problem_are_refilled_with_an_event(
     scene.collect()
     rows = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "pool_refilled"]
     assert [row["problems"] for row in rows] == [1]
-
-
-def test_senders_without_a_status_are_announced(stack: ExitStack, tmp_path: Path) -> None:
-    scene = opened(stack, tmp_path, groups=1)
-    scene.generators.limits = RegistryLimits(silent_seconds=0.0)
-    group = group_of([1.0, 0.0])
-    assert sender_to(scene.address, stack).send(wire.encode_group(group), timeout=DEADLINE)
-    scene.collect()
-    assert scene.published[-1].without_status == {group.sender: 0}
 
 
 def test_suppliers_have_groups_in_the_newest_steps(stack: ExitStack, tmp_path: Path) -> None:
@@ -563,35 +553,6 @@ def test_commits_of_single_groups_are_batched_and_end_before_the_step(
     assert list(scene.published[-1].durable.values()) < [num]  # announced before the commit
     scene.collector.acknowledgements.publish(1, started_step=1)
     assert list(scene.published[-1].durable.values()) == [num]
-
-
-def test_commit_is_immediate_when_the_queue_is_empty(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    receiver = SlowReceiver(1)
-    monkeypatch.setattr(journals.time, "monotonic", lambda: receiver.now)
-    scene = opened(stack, tmp_path, groups=2, receiver=receiver)
-    started = receiver.now
-
-    def until_durable() -> None:
-        durable = bool(scene.published) and list(scene.published[-1].durable.values()) == [1]
-        scene.session.stop.requested = durable or receiver.now > started + 1
-
-    scene.collect(meanwhile=until_durable)
-    assert receiver.now < started + CollectorLimits().commit_seconds
-    assert scene.collector.journal.num_waiting == 0
-
-
-def test_statuses_are_read_often_until_the_first_one(stack: ExitStack, tmp_path: Path) -> None:
-    receiver, times = SlowReceiver(0), list[float]()
-    scene = opened(stack, tmp_path, groups=1, receiver=receiver, has_status=False)
-
-    def stop_after_ten() -> None:
-        times.append(receiver.now)
-        scene.session.stop.requested = len(times) == 10
-
-    scene.collect(meanwhile=stop_after_ten)  # reads statuses before each of these calls
-    assert max(after - before for before, after in itertools.pairwise(times)) < 0.05
 
 
 def test_commit_follows_the_end_of_an_outage_within_10_seconds(

@@ -17,7 +17,6 @@ from sockets import ANYWHERE, eventually
 
 from peralta_zmq import wire
 from peralta_zmq.config import load_config
-from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.learning.step_metrics import Mismatch, MismatchStatistics
 from peralta_zmq.observe.event_log import LIMITS
 from peralta_zmq.observe.metrics import EVENTS, read_rows
@@ -219,42 +218,6 @@ def test_store_error_of_a_generator_is_recorded_when_it_changes(
     rows = [row for row in read_rows(tmp_path / EVENTS) if row["event"] == "store_error"]
     assert [(row["generator"], row["reason"]) for row in rows] == [("ann", "denied"), ("ann", "")]
     assert capsys.readouterr().out.count("generator ann cannot read the weights: denied") == 1
-
-
-def test_early_keyframe_request_is_kept(empty: GeneratorRegistry, clock: list[float]) -> None:
-    for name in ("ann", "bob"):
-        status = replace(STATUS, generator_id=name, wants_keyframe=True)
-        empty.add_status(status, step=1)
-        assert empty.take_keyframe_request() == (name == "ann")  # the first one at once
-        clock[0] += 1.0
-    clock[0] += RegistryLimits().keyframe_seconds - 2.5
-    assert not empty.keyframe_due and not empty.take_keyframe_request()
-    clock[0] += 0.5
-    assert empty.keyframe_due and empty.take_keyframe_request()
-    assert not empty.keyframe_due
-
-
-def test_statuses_of_unregistered_starts_are_not_kept(
-    registry: GeneratorRegistry,
-    receiver: wire.GeneratorStatusReceiver,
-    sender: wire.GeneratorStatusSender,
-) -> None:
-    starts = [number.to_bytes(8, "big") for number in range(3 * MAX_STARTS)]
-    last = replace(STATUS, generator_id="cid")
-
-    def all_received() -> bool:
-        for incarnation in starts:
-            sender.send(replace(STATUS, generator_id="bob", incarnation=incarnation, made=2**63))
-        sender.send(last)
-        registry.receive_status(step=1, timeout=0.1)
-        return len(registry.live()) >= 2 + MAX_STARTS  # and ann and cid
-
-    eventually(all_received)  # a round that is sent while it connects may arrive in part
-    all_received()
-    eventually(lambda: registry.receive_status(step=1) or receiver.is_empty)
-    names = [each.name for each in registry.live() if each.status]
-    assert (names.count("bob"), len(set(names))) == (MAX_STARTS, 3)
-    assert registry.num_outstanding(Ledger()) == 0  # 2**63 groups are not plausible
 
 
 def test_final_statuses_of_invented_starts_are_bounded(registry: GeneratorRegistry) -> None:

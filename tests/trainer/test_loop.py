@@ -341,20 +341,6 @@ def test_checkpoints_that_cannot_be_listed_do_not_end_the_run(
     assert event["event"] == "checkpoint_failed" and "Stale file handle" in str(event["reason"])
 
 
-def test_progress_copy_takes_less_time_than_saving_it(opened: Trainer) -> None:
-    senders = {f"ann/{number:016x}": (-1, [1]) for number in range(60_000)}
-    ledger = Ledger({"senders": senders, "outcomes": {"stale": len(senders)}, "forgotten": 0})
-    opened.collector.admission.ledger = ledger
-
-    def seconds(call: Callable[[], object]) -> float:
-        started = time.thread_time()
-        call()
-        return time.thread_time() - started
-
-    copying = min(seconds(opened.checkpoints.update_progress) for _ in range(5))
-    assert copying < min(seconds(ledger.saved) for _ in range(5)) / 3
-
-
 def checkpoint_of_another_model(trainer: Trainer) -> None:
     saved_by(trainer, tensors={"model/model.norm.weight": torch.zeros(3)})
 
@@ -462,29 +448,6 @@ def test_unreadable_identity_does_not_start_a_new_run(settings: list[str], text:
     (config.run_folder / IDENTITY).write_text(text)
     with pytest.raises(JournalError, match=r"RUN\.json cannot be read .*put a copy back"):
         trainer.run(config)
-
-
-def test_sample_of_a_step_is_a_random_group(stack: ExitStack, tmp_path: Path) -> None:
-    session = Session(stack, tmp_path)
-    batches, finish_step = list[list[tuple[float, ...]]](), session.trainer.finish_step
-    run_log, sampled = session.trainer.session.run_log, list[tuple[float, ...]]()
-    write_step = run_log.step
-
-    def record(**options: Any) -> StepResult:
-        result = finish_step(**options)
-        batches.append([group.rewards for group in result.groups])
-        return result
-
-    def record_sample(row: Any, samples: Any, *, tracked: int) -> bool:
-        sampled.append(samples[tracked]["rewards"])
-        return write_step(row, samples, tracked=tracked)
-
-    session.trainer.finish_step = record
-    run_log.step = record_sample
-    for _ in range(3):
-        session.advance()
-    indices = [batch.index(rewards) for batch, rewards in zip(batches, sampled, strict=True)]
-    assert len(set(indices)) > 1
 
 
 def test_samples_have_every_group_with_its_outcome(stack: ExitStack, tmp_path: Path) -> None:

@@ -143,9 +143,3 @@ def test_samples_that_were_drawn_without_a_range_are_not_granted() -> None:
     assert (ann.sample_range, bob.sample_range) == (range(0), range(7, 10))
     sample_ranges.advance(10 + MAX_SAMPLES_AHEAD + 1)
     assert sample_ranges.next_index == 10
-
-
-def test_status_that_needs_no_range_gets_none() -> None:
-    sample_ranges = SampleRanges()
-    assert sample_ranges.requests([sender_with(wire.GeneratorStatus("run", "ann", bytes(8)))]) == []
-    assert sample_ranges.next_index == 0
