@@ -157,9 +157,7 @@ class BatchCollector:
         self._commit_and_acknowledge_if_due(step)
         if not waits:
             return None
-        # The first status asks for work, so it must not wait for long.
-        factor = 1.0 if self._generators.has_status else 0.1
-        return self.receiver.receive(timeout=factor * self.limits.idle_seconds)
+        return self.receiver.receive(timeout=self.limits.idle_seconds)
 
     def serve(self, step: int) -> None:
         """Grant sample ranges and acknowledge groups between two computations of `step`."""

@@ -89,7 +89,6 @@ class GeneratorRegistry:
     ) -> None:
         """`trainer_info` has device and dtype of this machine, to compare generators with."""
         self.limits = limits
-        self.has_status = False  # a status has arrived
         # Sender of a final status -> groups made. Includes senders of earlier trainer sessions.
         self.num_made = dict(run_log.final_statuses)
         self._receiver = receiver
@@ -119,7 +118,6 @@ class GeneratorRegistry:
             return None
         before = sender.status
         sender.status = status
-        self.has_status = True
         sender.newest_group = None
         sender.seconds_without_status = 0.0
         if status.worker_info and not sender.has_worker_info:

@@ -113,12 +113,8 @@ def opened(
     receiver: SlowReceiver | None = None,
     easy_threshold: float | None = None,
     settings: Sequence[str] = (),
-    has_status: bool = True,
 ) -> Opened:
-    """A collector whose steps take `groups` groups of two rollouts.
-
-    With `has_status`, it has received the status of a generator.
-    """
+    """A collector whose steps take `groups` groups of two rollouts."""
     arguments = ["--run.dir", str(folder), "--run.name", "demo", "--sampling.num-generations=2",
                  f"--train.batch-size={2 * groups}", *settings]  # fmt: skip
     real_receiver = stack.enter_context(closing(receiver_at()))
@@ -131,8 +127,6 @@ def opened(
         wire.AddressFile(None, "localhost", 1, RUN), StopSignal(),
     )  # fmt: skip
     generators = GeneratorRegistry(statuses, run_log, {})
-    if has_status:
-        generators.has_status = True
     collector = BatchCollector(
         session,
         cast(Any, receiver or real_receiver),
