@@ -22,7 +22,7 @@ from peralta_zmq.models import lora
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS, Checkpoint
 from peralta_zmq.trainer.journal import JOURNAL, files_in
-from peralta_zmq.trainer.policy import Policy
+from peralta_zmq.trainer.policy import Policy, base_of, trained_text
 from peralta_zmq.trainer.session import StopSignal, known_run_id, wait_out
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore
@@ -145,19 +145,11 @@ def _check_model(
             f"run.fork {source.name} has another tokenizer than model.name {config.model.name}: "
             f"{changes}; use its model, --model.name {source.config.model.name}"
         )
-    base_fields = ("adapts", "adapts_dtype", "adapts_packed")  # of the model under LoRA adapters
-    if any(fields.get(name) != own.get(name) for name in base_fields):
+    if base_of(fields) != base_of(own):
         raise ConfigError(
-            f"run.fork {source.name} trains {_trained_text(fields)}, but with these settings the "
-            f"run trains {_trained_text(own)}; {_export_remedy(config)}"
+            f"run.fork {source.name} trains {trained_text(fields)}, but with these settings the "
+            f"run trains {trained_text(own)}; {_export_remedy(config)}"
         )
-
-
-def _trained_text(fields: Mapping[str, object]) -> str:
-    if fields.get("adapts") is None:
-        return "all weights"
-    name, digest, dtype = (fields.get(key) for key in ("adapts_name", "adapts", "adapts_dtype"))
-    return f"adapters for {name} ({digest}, {dtype})"
 
 
 def _export_remedy(config: Config) -> str:

@@ -120,6 +120,16 @@ def version_files(
     return {lora.CONFIG_FILE: content}, fields
 
 
+def base_of(fields: Mapping[str, object]) -> list[object]:
+    """What identifies the base model of adapters in manifest fields; Nones for all weights."""
+    return [fields.get(name) for name in ("adapts", "adapts_dtype", "adapts_packed")]
+
+
+def trained_text(fields: Mapping[str, object]) -> str:
+    base = ", ".join(str(each) for each in base_of(fields) if each is not None)
+    return f"adapters for {fields.get('adapts_name')} ({base})" if base else "all weights"
+
+
 # Publishing to the weight store.
 
 

@@ -16,9 +16,8 @@ Groups that a kill has lost are sent again: the trainer has not acknowledged the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from peralta_zmq import atomic_files, build, models, wire
 from peralta_zmq.config import Config, changed_settings, write_resolved
@@ -32,7 +31,13 @@ from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import JOURNAL
-from peralta_zmq.trainer.policy import Policy, PolicyPublisher, group_limits
+from peralta_zmq.trainer.policy import (
+    Policy,
+    PolicyPublisher,
+    base_of,
+    group_limits,
+    trained_text,
+)
 from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
 
@@ -77,20 +82,12 @@ class Recovery:
                 self.session.wait_out(self.checkpoints.write)
                 self.session.run_log.note(f"forked: step 0 has the {self.forked}")
             return
-        saved_base = saved.progress.get("adapts")  # LoRA: digest of the base model
-        base = self.policy.manifest_fields.get("adapts")
-        if saved_base != base:
+        own = self.policy.manifest_fields
+        if base_of(saved.progress) != base_of(own):
             raise JournalError(
-                f"the checkpoint in {folder} has adapters for {saved.progress.get('adapts_name')} "
-                f"({saved_base}), but model.name is another model ({base}); "
-                "choose another --run.name"
-            )
-        stored = [_storage_of(fields) for fields in (saved.progress, self.policy.manifest_fields)]
-        if saved_base is not None and stored[0] != stored[1]:
-            raise JournalError(
-                f"the checkpoint in {folder} has adapters for a base model stored as {stored[0]}, "
-                f"but here it is stored as {stored[1]}; set lora.base_dtype to the same format, "
-                "and install the version of peralta_zmq that made the run"
+                f"the checkpoint in {folder} has {trained_text(saved.progress)}, but with these "
+                f"settings the run trains {trained_text(own)}; choose another --run.name, or the "
+                "model, lora.base_dtype and version of peralta_zmq that made the run"
             )
         self.collector.restore(saved.progress)
         self.restored_step = saved.step
@@ -302,9 +299,3 @@ def skip_step(learner: PolicyLearner) -> None:
     # On the CPU, as in a checkpoint: `restore` sends the tensors to the other ranks from there.
     tensors = {name: tensor.cpu() for name, tensor in learner.state().items()}
     learner.restore(learner.step + 1, tensors)
-
-
-def _storage_of(fields: Mapping[str, Any]) -> str:
-    """Format of the base model of adapters, and its digest if packed."""
-    digest = fields.get("adapts_packed")
-    return str(fields.get("adapts_dtype", "float32")) + (f" ({digest})" if digest else "")

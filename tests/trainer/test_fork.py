@@ -159,7 +159,7 @@ def test_fork_refuses_what_it_cannot_continue_in_one_line(continued: Continued) 
          r"run.fork demo has another tokenizer than model.name embedded_turns: vocab_size=468 -> "
          r"vocab_size=429, .*; use its model, --model.name embedded$"),
         (LORA, r"run.fork demo trains all weights, but with these settings the run trains adapters "
-         r"for embedded \(\w+, nf4\); write the weights as a model with bin/replay export "),
+         r"for embedded \(\w+, nf4, \w+\); write the weights as a model with bin/replay export "),
     ):  # fmt: skip
         with ExitStack() as stack, pytest.raises(ConfigError, match=message) as caught:
             continued.open(stack, *FORK, *options, max_steps=4)

@@ -347,7 +347,7 @@ def checkpoint_of_another_model(trainer: Trainer) -> None:
 
 def adapters_of_another_base(trainer: Trainer) -> None:
     fields = trainer.policy.manifest_fields
-    fields |= {"adapts": "12", "adapts_name": "x"}  # of a version without lora.base_dtype
+    fields |= {"adapts": "12", "adapts_name": "x"}
     trainer.checkpoints.update_progress()
     folder, content = trainer.session.folder / "checkpoints", trainer.checkpoints.state(step=0)
     checkpoint.write_checkpoint(folder, content, run_id=trainer.session.run_id)
@@ -375,7 +375,7 @@ INCONSISTENT: dict[str, tuple[Callable[[Trainer], None], str]] = {
     ),
     "adapters of another base": (
         adapters_of_another_base,
-        r"adapters for a base model stored as float32, but here it is stored as nf4 \(ab\); set",
+        r"has adapters for x \(12\), but .* trains adapters for x \(12, nf4, ab\); choose",
     ),
     "group in checkpoint and journal": (group_in_both, r"disagree.*in both; move the newer"),
     "step missing": (gap, GAP),
