@@ -53,9 +53,8 @@ def advantages_of(
 ) -> list[list[Advantage]]:
     """Compute the advantages of each group's rollouts from their rewards.
 
-    With `term_weights`, the rewards are `normalized_rewards`. If they are equal within rounding,
-    the group's list is empty, unless `keep_zero_std` is set. Groups with rewards of turns have
-    `turn_advantages`. Raises ConfigError as `check_turn_rewards`.
+    With `term_weights`, from `normalized_rewards`. The list of a group whose rewards are equal is
+    empty, unless `keep_zero_std` is set. Raises ConfigError as `check_turn_rewards`.
     """
     if any(any(group.turn_rewards) for group in groups):
         check_turn_rewards(advantage, normalizes=term_weights is not None)

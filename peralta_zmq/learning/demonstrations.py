@@ -1,7 +1,6 @@
 """Supervised fine-tuning (SFT): a loss of demonstrations, added to each update.
 
-A demonstration is a prompt with a reference completion. A training step takes the next ones, in an
-order that depends on nothing but the seed and the step, so that a resumed run continues it.
+A demonstration is a prompt with a reference completion. Their order depends only on seed and step.
 """
 
 from __future__ import annotations

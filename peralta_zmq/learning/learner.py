@@ -5,13 +5,8 @@
         ...                         # other work of the caller
     result = learner.finish_step()
 
-A training step filters the rollouts and computes advantages (advantages.py), packs them into
-micro-batches (packing.py), computes the logprobs of reference models, and updates the parameters
-(update.py).
-
 The micro-batches depend only on the groups and their order, not on the time at which they arrive: a
-restarted trainer that repeats the step computes the same bits. A step with an update whose gradient
-is not finite counts as skipped.
+restarted trainer that repeats the step computes the same bits.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Loss functions for policy optimization, on the tokens of one micro-batch.
 
-Each loss of this package is `policy_loss` with the settings of [loss], of which config/named_losses
-names combinations. A custom loss is a function
+Each loss of this package is `policy_loss` with settings of [loss]. A custom loss is a function
 
     def name(tokens: Tokens, *, option: float = ...) -> (scalar, metrics)
 
-with the options loss.kwargs. The trainer takes the gradient through `logprobs` and `entropy` only,
-and may call the loss again with a part of the rollouts if that of all is not finite, so a loss must
-keep no state. Loss and metrics divide by `tokens.step_tokens` or `tokens.step_sequences`, the
-totals of the whole update: the trainer adds the results of all micro-batches and ranks, so their
-number and order do not change the gradient.
+with the options loss.kwargs and without state. The trainer takes the gradient through `logprobs`
+and `entropy` only, and may call the loss again with a part of the rollouts. Loss and metrics divide
+by `tokens.step_tokens` or `tokens.step_sequences`, the totals of the whole update: the trainer adds
+the results of all micro-batches and ranks.
 
 Notation, per token: pi = logprobs, mu = old_logprobs, prox = prox_logprobs, ref = ref_logprobs,
 teacher = teacher_logprobs, A = advantages, lr = pi - mu, r = exp(lr). sg[x] is x without gradient.

@@ -1,9 +1,4 @@
-"""Packing of rollout groups into micro-batches; shared prefixes are stored once.
-
-`pack_groups` merges as many rollouts of a group as fit into one `PackedSample`, a prefix tree.
-`make_micro_batches` lays the trees of several samples one after the other in a row of tokens: a
-`MicroBatch`, which a model computes in one forward pass.
-"""
+"""Packing of rollout groups into micro-batches; shared prefixes are stored once."""
 
 from __future__ import annotations
 

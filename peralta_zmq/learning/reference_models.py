@@ -1,8 +1,4 @@
-"""Logprobs of a batch's tokens under models that are not trained.
-
-A reference model is a copy of the policy at an earlier step; a teacher is any other model with the
-same vocabulary.
-"""
+"""Logprobs under models that are not trained: earlier policies, and teachers."""
 
 from __future__ import annotations
 

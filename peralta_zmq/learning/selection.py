@@ -1,7 +1,6 @@
 """Selection of the tokens that a step trains, by bounds that depend on all of its tokens.
 
-They are computed after a forward pass over the whole step on all ranks, before its first update,
-and are the same for any split of it. The masks of losses.py depend on a token or its rollout only.
+They are computed after a forward pass over the whole step on all ranks, before its first update.
 """
 
 from __future__ import annotations

@@ -102,18 +102,15 @@ class Mismatch:
 
 
 class MismatchStatistics:
-    """Mean mismatch of each sender; a sender above `bound` is flagged and remains flagged.
+    """Mean mismatch of each sender; a sender above `bound` is flagged once, after `min_steps`.
 
-    The mean is that of the last `window` steps with groups of the sender. A generator with another
-    dtype or older weights has a small mismatch. That of wrong kernels or weights is larger by
-    orders of magnitude, from the first step on. One that grows comes from updates that change the
-    policy too much.
+    The mean is that of the last `window` steps with groups of the sender. Wrong kernels or weights
+    make a large one from the first step on; updates that change the policy too much, a growing one.
     """
 
     def __init__(
         self, *, bound: float = 0.1, window: int = 4, min_steps: int = 2, max_senders: int = 4096
     ) -> None:
-        """A sender can be flagged after `min_steps`."""
         self.bound = bound
         self.window = window
         self._min_steps = min_steps

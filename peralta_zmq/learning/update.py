@@ -1,8 +1,6 @@
 """One update of the policy's parameters from the micro-batches of a mini-batch.
 
-`update_parameters` adds the gradients of all micro-batches and steps the optimizer. `add_gradient`
-computes a micro-batch earlier, before the totals that the loss divides by are known. An update
-excludes
+An update excludes
 
 - a group with policy logprobs far above those that its generator sent;
 - a group whose loss, or the loss's gradient, is not finite, while the policy's logprobs are: if
@@ -10,8 +8,7 @@ excludes
 
 The decision depends only on the group, its micro-batch and the policy, so that a restarted trainer
 excludes the same groups. Excluded tokens count in the means of the update, because the divisor must
-be known before the first backward pass. If the gradient of the other groups is not finite, the
-update is skipped.
+be known before the first backward pass.
 """
 
 from __future__ import annotations
@@ -83,10 +80,9 @@ def update_parameters(
     """Make one update: sum the gradients of all micro-batches, clip, step.
 
     All ranks skip the update if the gradient norm is not finite, or if no group is left because
-    losses are not finite. `compute_with_entropy` replaces `compute_logprobs` and fills
-    `Tokens.entropy`. `sft` adds other gradients and returns metrics (demonstrations.py). `computed`
-    are further micro-batches, whose gradients `add_gradient` has added; they are divided by the
-    total that `divisor` names.
+    losses are not finite. `computed` are further micro-batches, whose gradients `add_gradient` has
+    added; they are divided by the total that `divisor` names. `sft` adds other gradients and
+    returns metrics (demonstrations.py).
     """
     totals = _totals([*(each.tokens for each in computed), *batches], ranks)
     sums = UpdateSums()

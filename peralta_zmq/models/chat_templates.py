@@ -1,8 +1,7 @@
 """Chat prompts, and their continuation after a completion without tokenizing it again.
 
-Some templates change earlier messages when another one follows: Qwen3's drops the reasoning of
-earlier completions. Episodes keep the sampled tokens instead: what follows a completion is rendered
-after a placeholder, and only the text after the placeholder is tokenized.
+What follows a completion is rendered after a placeholder, and only that text is tokenized: some
+templates change earlier messages, as Qwen3's, which drops the reasoning of earlier completions.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ def _version(package: str) -> str:
 def use_threads(num_workers: int = 1, *, num_cores: int | None = None) -> int:
     """Limit torch to 1 / num_workers of the available cores, or OMP_NUM_THREADS if that is less.
 
-    More threads than cores make processes tenfold slower, because each barrier waits for a thread
-    without a core. Call before the first torch operation.
+    More threads than cores make processes tenfold slower. Call before the first torch operation.
     """
     threads = max(1, (num_cores or available_cores()) // max(1, num_workers))
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -222,10 +221,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, *, fraction: float | None = None) -> int:
-    """Bytes that can be allocated; on a CPU also limited by the process's cgroup.
-
-    With `fraction`, at most what is left of this fraction of all bytes.
-    """
+    """Bytes that can be allocated, at most what is left of `fraction` of all bytes."""
     total, free, used = _memory(device)
     return free if fraction is None else max(0, min(free, int(fraction * total) - used))
 

@@ -1,8 +1,4 @@
-"""Frozen models, stored in a format of base_formats.py: bases of LoRA adapters, teachers.
-
-A trainer holds the base weights packed. A generator unpacks them, to merge adapters into them. The
-digest shows that both have equal ones.
-"""
+"""Frozen models, stored in a format of base_formats.py: bases of LoRA adapters, teachers."""
 
 from __future__ import annotations
 

@@ -69,10 +69,7 @@ def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer that is not trained; `weight` has the codes of a packed weight.
-
-    It computes in the dtype of autocast if enabled, else in that of its inputs.
-    """
+    """A linear layer that is not trained; `weight` has the codes of a packed weight."""
 
     def __init__(self, layer: nn.Linear, weight: Tensor | PackedTensor) -> None:
         nn.Module.__init__(self)

@@ -1,7 +1,4 @@
-"""Log-probabilities and entropies of tokens from logits, at a temperature.
-
-The logits at token t predict token t + 1: for a token, pass the logits at the token before it.
-"""
+"""Log-probabilities and entropies of tokens from the logits at the tokens before them."""
 
 from __future__ import annotations
 

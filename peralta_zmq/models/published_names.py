@@ -1,7 +1,6 @@
 """Names of tensors in published models: those of the Hugging Face hub.
 
 transformers renames tensors when it loads a model, and fuses the experts of a mixture of experts.
-Of a multimodal model only the text part is loaded and published, under the names of a text model.
 """
 
 from __future__ import annotations

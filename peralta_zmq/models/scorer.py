@@ -4,9 +4,8 @@ A packed row is several prefix trees (tree_attention.py). If a model cannot comp
 correctly, each sequence becomes a row of its own, padded to the longest sequence.
 
 The hidden state at a token predicts the next token of the sequence. Only this module accounts for
-this shift: it takes the hidden state at the predecessor of each token. During a forward pass,
-`head_logprobs` (head.py) replaces the output head, so that the model returns logprobs; a model for
-which this is not correct computes whole logits.
+this shift. During a forward pass, `head_logprobs` (head.py) replaces the output head, so that the
+model returns logprobs; a model for which this is not correct computes whole logits.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Attention within the prefix trees of a packed row, for transformers.
 
-A `PrefixTree` (rollout.py) stores a shared prefix once; its spans continue after an earlier token
-(parent), or start a sequence (parent -1). A packed row is several trees, one after the other. A
-token attends only to itself and its ancestors in its tree.
-
-A small tree is computed as a whole, with a mask. With K long completions this takes about K times
-the work that the sequences need. In larger trees the tokens of each span therefore attend to a copy
-of the keys on their path from the root, unless that needs too many copies.
-
-A model may mask more tokens, for example outside a sliding window, by a function of the indices of
-query and key; here it gets the positions in the sequence.
+A packed row is several trees (rollout.py:PrefixTree), one after the other. A token attends only to
+itself and its ancestors in its tree. A small tree is computed as a whole, with a mask. With K long
+completions this takes about K times the work that the sequences need. In larger trees the tokens of
+each span therefore attend to a copy of the keys on their path from the root, unless that needs too
+many copies.
 """
 
 from __future__ import annotations

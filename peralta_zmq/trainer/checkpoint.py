@@ -1,8 +1,4 @@
-"""Checkpoints: the state of the trainer after a step, as safetensors and JSON.
-
-A folder is written under a temporary name and then renamed, so a kill never leaves a half-written
-checkpoint.
-"""
+"""Checkpoints: the state of the trainer after a step, as safetensors and JSON."""
 
 from __future__ import annotations
 

@@ -53,11 +53,7 @@ class CollectorLimits:
 
 
 class BatchCollector:
-    """Collects the batch of one training step at a time.
-
-    `started_step` is the number of the current step once its batch is full, `queue_depth` that of
-    the groups received before the queue was first empty; `dropped` has the first dropped groups.
-    """
+    """Collects the batch of one training step at a time."""
 
     def __init__(
         self,
@@ -70,10 +66,10 @@ class BatchCollector:
         limits: CollectorLimits = CollectorLimits(),
     ) -> None:
         self.batch: list[RolloutGroup] = []
-        self.started_step = 0
-        self.queue_depth = 0
+        self.started_step = 0  # the current step once its batch is full
+        self.queue_depth = 0  # groups received before the queue was first empty
         self.journal_seconds = 0.0
-        self.dropped: list[tuple[RolloutGroup, str]] = []
+        self.dropped: list[tuple[RolloutGroup, str]] = []  # the first ones of the step
         self.journal = journal
         self.session = session
         self.limits = limits

@@ -56,7 +56,7 @@ def evaluate_target(
 def load_target(
     target: str, step: int | None, settings: Sequence[str]
 ) -> tuple[Config, Path | None]:
-    """Load the settings for a run or a model, and the folder of the run; None for a model."""
+    """The settings for a run or a model, and the folder of the run; None for a model."""
     for folder in (Path(os.path.expanduser(target)), Path(RunSection().dir) / target):
         if (folder / RESOLVED).is_file():
             here = folder.resolve()  # the run may have been moved

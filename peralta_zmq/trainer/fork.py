@@ -46,8 +46,7 @@ class Source:
 def fork_if_new(config: Config, policy: Policy, stop: StopSignal) -> str:
     """Set the learner to the weights of run.fork, as step 0, if the run has nothing to restore.
 
-    Returns what it restored; empty if nothing. Raises ConfigError if there is no such run or step,
-    or if its weights do not fit the settings.
+    Returns what it restored, if anything. Raises ConfigError for a fork that is impossible.
     """
     folder = config.run_folder
 

@@ -1,9 +1,4 @@
-"""The generators of the run: liveness, reported statistics, logprob mismatch.
-
-The logprob mismatch is the difference between the logprobs of a generator and those of the trainer
-for the same tokens. A large one from the first step on means that the generator uses wrong weights
-or kernels; one that grows, that updates change the policy too much.
-"""
+"""The generators of the run: liveness, reported statistics, logprob mismatch."""
 
 from __future__ import annotations
 

@@ -313,10 +313,7 @@ def write_merged(
     model_folder: Path,
     tokenizer: models.Tokenizer,
 ) -> Path:
-    """Merge the adapter into the base weights, in float32; write them to `target` for transformers.
-
-    In bfloat16 rounding would remove most of the adapter. Raises OSError.
-    """
+    """Write the base weights with the adapter, in float32, for transformers. Raises OSError."""
     companions = models.companion_files(model_folder, tokenizer, dtype="float32")
     merged = models.converted_weights(lora.merged_weights(base, adapter), torch.float32)
     files = {WEIGHTS_FILE: tensor_set.file_of(merged, {}), **companions}

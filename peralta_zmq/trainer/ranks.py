@@ -92,8 +92,7 @@ def shutdown(ranks: Ranks) -> None:
 class LeadingLearner:
     """The learner of rank 0 with several ranks; forwards each call to the followers.
 
-    With `ranks.lockstep` the parameters are sharded, and reading them is a collective operation:
-    the full weights are copied to `model` after each step, for evaluation and publication.
+    Sharded parameters are copied to `model` after each step, for evaluation and publication.
     """
 
     def __init__(self, learner: Learner, ranks: DistributedRanks, model: models.Model) -> None:
@@ -133,7 +132,7 @@ class LeadingLearner:
         return result
 
     def state(self) -> dict[str, torch.Tensor]:
-        """As `Learner.state`: unsharded tensors, which any number of ranks can restore."""
+        """As `Learner.state`."""
         if self._ranks.lockstep:  # gathering the shards is a collective operation
             self._ranks.send_command({"do": "state"})
         return self._learner.state()

@@ -353,10 +353,9 @@ def _claim_weights(store: WeightStore, config: Config, identity: RunIdentity) ->
 def open_authenticator(
     config: Config, stack: ExitStack, stop: StopSignal, *, is_new: bool
 ) -> wire.Authenticator:
-    """Accept the holders of the keys from now on; without keys, everyone.
+    """Accept the holders of the keys; waits while those of an existing run cannot be read.
 
-    Waits while the keys of an existing run cannot be read; OutageError for a new run. Raises
-    WireError if a key cannot be used.
+    Raises OutageError for those of a new run, and WireError if a key cannot be used.
     """
 
     def start() -> wire.Authenticator:
