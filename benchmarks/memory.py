@@ -34,7 +34,7 @@ from peralta_zmq.config import load_config
 from peralta_zmq.learning.distributed import SINGLE
 from peralta_zmq.models import lora
 from peralta_zmq.trainer.checkpoint import Checkpoint, write_checkpoint
-from peralta_zmq.trainer.policy import Policy, open_policy
+from peralta_zmq.trainer.policy import TrainedModel, open_trained_model
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
@@ -160,7 +160,7 @@ def take_steps(
     """
     config = load_config("bench", [*TOY, *flags])
     tokenizer = models.load_tokenizer(models.model_folder(config.model.name))
-    policy = open_policy(config, tokenizer, SINGLE)
+    policy = open_trained_model(config, tokenizer, SINGLE)
     store = WeightStore.open(folder / "weights")
     store.claim("bench")
     about = cast("dict[str, str | int]", policy.manifest_fields)
@@ -185,7 +185,7 @@ def take_steps(
     return {"seconds": seconds, **needed_bytes(policy, state)}
 
 
-def needed_bytes(policy: Policy, state: dict[str, torch.Tensor]) -> dict[str, float]:
+def needed_bytes(policy: TrainedModel, state: dict[str, torch.Tensor]) -> dict[str, float]:
     model: Any = policy.model
     tensors = [*model.parameters(), *model.buffers()]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}

@@ -6,7 +6,6 @@ transformers model is that of its first parameter.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, TypeGuard, cast
 
@@ -19,7 +18,6 @@ from peralta_zmq.models.base_formats import PackedTensor, digest_of
 from peralta_zmq.models.published_names import BASE_LAYER, LazyWeights, weights_of
 
 SCALES = ".packed_scales"  # end of the name of a packed layer's scales
-logger = logging.getLogger(__name__)
 
 
 def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.device) -> None:
@@ -51,9 +49,7 @@ def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.d
             continue
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, frozen)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            logger.debug("frozen weight stays in float32 name=%s", name)
+    for parameter in model.parameters():
         parameter.data = parameter.data.float()
         parameter.requires_grad_(False)
 

@@ -16,7 +16,7 @@ from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError, OutageError, failure_text
 from peralta_zmq.trainer.collector import BatchCollector
-from peralta_zmq.trainer.policy import Policy
+from peralta_zmq.trainer.policy import TrainedModel
 from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
 from peralta_zmq.weights import tensor_set
@@ -39,7 +39,7 @@ class Checkpoint:
 class CheckpointWriter:
     """Writes checkpoints; deletes journal files that no kept checkpoint needs."""
 
-    def __init__(self, session: Session, policy: Policy, collector: BatchCollector) -> None:
+    def __init__(self, session: Session, policy: TrainedModel, collector: BatchCollector) -> None:
         self.saved_step = -1  # step of the newest checkpoint; -1: none
         self._session = session
         self._policy = policy

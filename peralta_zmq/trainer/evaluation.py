@@ -23,7 +23,7 @@ from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Answer, Problem, RolloutGroup, Score
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.trainer.policy import Policy
+from peralta_zmq.trainer.policy import TrainedModel
 from peralta_zmq.trainer.session import Session
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class EvaluationCoordinator:
         self,
         session: Session,
         held_out: Environments,
-        policy: Policy,
+        policy: TrainedModel,
         generators: GeneratorRegistry,
         *,
         head_start_seconds: float = 10.0,

@@ -22,7 +22,7 @@ from peralta_zmq.models import lora
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS, Checkpoint
 from peralta_zmq.trainer.journal import JOURNAL, files_in
-from peralta_zmq.trainer.policy import Policy, base_of, trained_text
+from peralta_zmq.trainer.policy import TrainedModel, base_of, trained_text
 from peralta_zmq.trainer.session import StopSignal, known_run_id, wait_out
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore
@@ -43,7 +43,7 @@ class Source:
         return self.folder / CHECKPOINTS
 
 
-def fork_if_new(config: Config, policy: Policy, stop: StopSignal) -> str:
+def fork_if_new(config: Config, policy: TrainedModel, stop: StopSignal) -> str:
     """Set the learner to the weights of run.fork, as step 0, if the run has nothing to restore.
 
     Returns what it restored, if anything. Raises ConfigError for a fork that is impossible.
@@ -103,7 +103,7 @@ def _read_checkpoint(source: Source, step: int | None) -> Checkpoint | None:
     return saved if saved is not None and step in (None, saved.step) else None
 
 
-def _read_published(source: Source, config: Config, policy: Policy) -> Checkpoint:
+def _read_published(source: Source, config: Config, policy: TrainedModel) -> Checkpoint:
     """Set the policy to the published weights of run.from_step; returns them as masters."""
     # The default store is in the run folder, which may have been moved.
     store = WeightStore.open(source.config.weights.dir or source.folder / "weights")
@@ -134,7 +134,7 @@ def _read_published(source: Source, config: Config, policy: Policy) -> Checkpoin
 
 
 def _check_model(
-    source: Source, config: Config, policy: Policy, fields: Mapping[str, object]
+    source: Source, config: Config, policy: TrainedModel, fields: Mapping[str, object]
 ) -> None:
     own = policy.manifest_fields
     tokenizer = fields.get("tokenizer")

@@ -30,7 +30,7 @@ from peralta_zmq.weights.store import WEIGHTS_FILE, Version, WeightStore
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class TrainedModel:
     """The trained model and everything that was built from it."""
 
     base_folder: Path  # of the untrained model
@@ -45,7 +45,7 @@ class Policy:
     arithmetic: Mapping[str, str]  # what computes its steps
 
 
-def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Policy:
+def open_trained_model(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> TrainedModel:
     """Load the model of the tokenizer; build learner and engine. Raises ConfigError."""
     folder = models.model_folder(config.model.name)
     if not isinstance(ranks, DistributedRanks):  # the plan is that of a single process
@@ -61,7 +61,7 @@ def open_policy(config: Config, tokenizer: models.Tokenizer, ranks: Ranks) -> Po
     worker_info = models.worker_info(model.device, dtype)
     arithmetic = models.arithmetic(model.device, worker_info["dtype"], ranks.world_size)
     models.release_memory()  # loading leaves gaps that are too small for a step's tensors
-    return Policy(
+    return TrainedModel(
         folder,
         model,
         tokenizer,
@@ -148,7 +148,7 @@ class PolicyPublisher:
     """Publishes the weights in a thread; announces each version when it is readable."""
 
     def __init__(
-        self, session: Session, store: WeightStore, policy: Policy, stack: ExitStack
+        self, session: Session, store: WeightStore, policy: TrainedModel, stack: ExitStack
     ) -> None:
         self.store = store
         self.newest_step = -1  # of the newest weights passed to `publish` or `announce`; -1: none
@@ -279,7 +279,7 @@ class PolicyPublisher:
 # Exporting the weights to folders that transformers and peft can load.
 
 
-def final_weights(config: Config, policy: Policy, store: WeightStore) -> Path:
+def final_weights(config: Config, policy: TrainedModel, store: WeightStore) -> Path:
     """The folder of the last weights for transformers: the newest version, or merged adapters."""
     if lora.has_adapters(policy.model):
         return export_adapter(

@@ -32,8 +32,8 @@ from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import JOURNAL
 from peralta_zmq.trainer.policy import (
-    Policy,
     PolicyPublisher,
+    TrainedModel,
     base_of,
     group_limits,
     trained_text,
@@ -50,7 +50,7 @@ class Recovery:
 
     session: Session
     previous_config: Config  # settings of the previous session
-    policy: Policy
+    policy: TrainedModel
     collector: BatchCollector
     checkpoints: checkpoint.CheckpointWriter
     publishing: PolicyPublisher

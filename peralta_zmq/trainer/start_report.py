@@ -14,14 +14,14 @@ from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import CUT_OFF, Answer
 from peralta_zmq.trainer.evaluation import Answering
-from peralta_zmq.trainer.policy import Policy
+from peralta_zmq.trainer.policy import TrainedModel
 from peralta_zmq.trainer.session import StopSignal
 
 
 def start_lines(
     config: Config,
     reasons: Mapping[str, str],
-    policy: Policy,
+    policy: TrainedModel,
     train: Environments,
     held_out: Environments,
     stop: StopSignal,
@@ -68,7 +68,9 @@ def _task_text(env: EnvSection, train: Environments) -> str:
     return f"{env.label}, reward {reward or 'of the task'}"
 
 
-def _example_text(config: Config, policy: Policy, held_out: Environments, stop: StopSignal) -> str:
+def _example_text(
+    config: Config, policy: TrainedModel, held_out: Environments, stop: StopSignal
+) -> str:
     problem = held_out.problems[0]
     try:
         answer = _first_answer(config, policy, held_out, stop)
@@ -83,7 +85,7 @@ def _example_text(config: Config, policy: Policy, held_out: Environments, stop: 
 
 
 def _first_answer(
-    config: Config, policy: Policy, held_out: Environments, stop: StopSignal
+    config: Config, policy: TrainedModel, held_out: Environments, stop: StopSignal
 ) -> Answer | None:
     """An answer to the first problem, before training; None after 20 seconds or a stop."""
     deadline = time.monotonic() + 20.0

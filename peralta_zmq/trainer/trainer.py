@@ -88,7 +88,7 @@ class Trainer:
         held_out = dry_run.usable_environments(config, held_out, "eval", reader)
         dry_run.log([dry_run.check_end_tokens(reader.tokenizer)])
         pools = _open_pools(config, train)
-        self.policy = policy.open_policy(config, reader.tokenizer, ranks)
+        self.policy = policy.open_trained_model(config, reader.tokenizer, ranks)
         end_ids = models.folder_end_ids(self.policy.base_folder, reader.tokenizer)
         self._special_ids = models.special_ids(reader.tokenizer) - {*end_ids}
         self._forked = fork.fork_if_new(config, self.policy, stop)

@@ -90,7 +90,7 @@ def train(config: Config, folder: Path) -> int:
     Returns the bytes of mapped weights.
     """
     tokenizer = models.load_tokenizer(models.model_folder(config.model.name))
-    opened = policy.open_policy(config, tokenizer, SINGLE)
+    opened = policy.open_trained_model(config, tokenizer, SINGLE)
     vocab_size = int(opened.model.config.vocab_size)
     groups = [group(config, vocab_size, number=each) for each in range(config.groups_per_step)]
     with tempfile.TemporaryDirectory() as published:

@@ -267,14 +267,14 @@ def test_new_run_that_another_trainer_has_started_is_refused_and_kept(
 ) -> None:
     """Both trainers start at the same time; the other one has ended already."""
     config = config_in(tmp_path)
-    open_policy = policy.open_policy
+    open_model = policy.open_trained_model
 
     def opened(*arguments: Any) -> Any:
         config.run_folder.mkdir(parents=True)
         write_identity(config.run_folder, run_id="demo-1", weights=None)
-        return open_policy(*arguments)
+        return open_model(*arguments)
 
-    monkeypatch.setattr(policy, "open_policy", opened)
+    monkeypatch.setattr(policy, "open_trained_model", opened)
     with pytest.raises(ConfigError, match="another trainer uses "):
         trainer.run(config)
     assert known_run_id(config.run_folder) == "demo-1"
