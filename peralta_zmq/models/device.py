@@ -130,33 +130,20 @@ def device_name(device: torch.device) -> str:
 def choose_dtype(
     device: torch.device, name: str = "auto", *, cpuinfo: str | None = None
 ) -> tuple[torch.dtype, str]:
-    """Dtype for sampling, and the reason; `auto` is the result of `native_dtype`."""
+    """Dtype for sampling, and the reason; `auto`: the narrowest in which the device multiplies."""
     if name != "auto":
         return DTYPES[name], "set by model.dtype"
-    if device.type == "cuda":
-        # A plan may be for a card that this machine lacks.
-        has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(
-            including_emulation=False
-        )
-    else:
-        has_bf16 = multiplies_bf16(_read_cpuinfo() if cpuinfo is None else cpuinfo)
-    return native_dtype(device.type, has_bf16=has_bf16)
-
-
-def native_dtype(kind: str, *, has_bf16: bool) -> tuple[torch.dtype, str]:
-    """Narrowest dtype in which a device of type `kind` multiplies matrices, and the reason."""
-    if kind == "mps":
+    if device.type == "mps":
         return torch.float16, "auto: half the memory of float32 on mps"
-    name = "GPU" if kind == "cuda" else "CPU"
-    if has_bf16:
-        return torch.bfloat16, f"auto: this {name} multiplies bfloat16"
-    if kind == "cuda":
-        return torch.float16, "auto: this GPU has no bfloat16"
-    return torch.float32, "auto: this CPU reports no bfloat16"
-
-
-def multiplies_bf16(cpuinfo: str) -> bool:
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
+    if device.type == "cuda":
+        is_here = torch.cuda.is_available()  # a plan may be for a card that this machine lacks
+        if is_here and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.float16, "auto: this GPU has no bfloat16"
+        return torch.bfloat16, "auto: this GPU multiplies bfloat16"
+    flags = (_read_cpuinfo() if cpuinfo is None else cpuinfo).split()
+    if {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags):
+        return torch.float32, "auto: this CPU reports no bfloat16"
+    return torch.bfloat16, "auto: this CPU multiplies bfloat16"
 
 
 def multiplies_bf16_faster(cpuinfo: str | None = None) -> bool:

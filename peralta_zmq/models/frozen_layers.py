@@ -25,12 +25,6 @@ def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.d
 
     Weights that layers share stay shared. Other parameters become float32.
     """
-    kept = {
-        parameter.data_ptr()
-        for module in model.modules()
-        if type(module) is not nn.Linear and not _is_embedding(module)
-        for parameter in module.parameters(recurse=False)
-    }
     moved = dict[int, Tensor]()  # by address
 
     def move(weight: Tensor) -> Tensor:
@@ -41,9 +35,9 @@ def freeze(model: nn.Module, packed: Mapping[str, PackedTensor], device: torch.d
 
     for path, module in list(model.named_modules()):
         layer = packed.get(f"{path}.weight")
-        if _is_embedding(module) and module.weight.data_ptr() not in kept:
+        if _is_embedding(module):
             frozen = FrozenEmbedding(module, move(module.weight))
-        elif type(module) is nn.Linear and (layer or module.weight.data_ptr() not in kept):
+        elif type(module) is nn.Linear:
             frozen = FrozenLinear(module, layer or move(module.weight))
         else:
             continue

@@ -9,7 +9,7 @@ many copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain, pairwise
@@ -83,13 +83,7 @@ class PackedLayout(NamedTuple):
     attended: set[int]  # ids of the attention modules that have used this layout
 
     @classmethod
-    def of(
-        cls,
-        trees: Sequence[PrefixTree],
-        device: torch.device,
-        *,
-        is_by_span: Callable[[int, float], bool] = attends_by_span,
-    ) -> PackedLayout:
+    def of(cls, trees: Sequence[PrefixTree], device: torch.device) -> PackedLayout:
         layouts = [TreeLayout(tree) for tree in trees]
         starts = np.cumsum([0, *(tree.num_tokens for tree in trees[:-1])])
         previous = [layout.previous + start for layout, start in zip(layouts, starts, strict=True)]
@@ -97,9 +91,7 @@ class PackedLayout(NamedTuple):
         sizes = list[int]()
         parts = list[_Part]()
         for layout in layouts:
-            tree_sizes, tree_parts = _parts_of(
-                layout, first_segment=len(sizes), device=device, is_by_span=is_by_span
-            )
+            tree_sizes, tree_parts = _parts_of(layout, first_segment=len(sizes), device=device)
             sizes += tree_sizes
             parts += tree_parts
         return cls(
@@ -124,16 +116,12 @@ def packed_row(layout: PackedLayout | None) -> Generator[None]:
 
 
 def _parts_of(
-    layout: TreeLayout,
-    *,
-    first_segment: int,
-    device: torch.device,
-    is_by_span: Callable[[int, float], bool],
+    layout: TreeLayout, *, first_segment: int, device: torch.device
 ) -> tuple[list[int], list[_Part]]:
     """Sizes of the segments of a tree, whose first one has this index, and its parts."""
     num_tokens = len(layout.span)
     lengths = [sum(map(_size, path)) for path in layout.paths]
-    if not is_by_span(num_tokens, sum(lengths)):
+    if not attends_by_span(num_tokens, sum(lengths)):
         mask = torch.from_numpy(_mask_of(layout)).to(device)
         return [num_tokens], [_Part([first_segment], mask)]
     cuts = sorted({0, *(each.stop for path in layout.paths for each in path)})

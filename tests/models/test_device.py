@@ -10,7 +10,6 @@ import torch
 from peralta_zmq import models
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.models import device
-from peralta_zmq.models.device import multiplies_bf16, native_dtype
 
 CPU = torch.device("cpu")
 
@@ -25,22 +24,6 @@ def test_named_dtype_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_bf16", "dtype", "reason"),
-    [
-        ("cpu", True, torch.bfloat16, "this CPU multiplies bfloat16"),
-        ("cpu", False, torch.float32, "this CPU reports no bfloat16"),
-        ("cuda", True, torch.bfloat16, "this GPU multiplies bfloat16"),
-        ("cuda", False, torch.float16, "this GPU has no bfloat16"),
-        ("mps", False, torch.float16, "half the memory of float32 on mps"),
-    ],
-)
-def test_native_dtype_is_the_narrowest_in_hardware(
-    kind: str, has_bf16: bool, dtype: torch.dtype, reason: str
-) -> None:
-    assert native_dtype(kind, has_bf16=has_bf16) == (dtype, f"auto: {reason}")
-
-
-@pytest.mark.parametrize(
     ("cpuinfo", "has_bf16"),
     [
         ("flags\t\t: fpu sse2 avx2 avx512f avx512_bf16 sha_ni\n", True),
@@ -51,8 +34,10 @@ def test_native_dtype_is_the_narrowest_in_hardware(
         ("", False),
     ],
 )
-def test_multiplies_bf16_reads_x86_and_arm_flags(cpuinfo: str, has_bf16: bool) -> None:
-    assert multiplies_bf16(cpuinfo) == has_bf16
+def test_dtype_on_a_cpu_follows_x86_and_arm_flags(cpuinfo: str, has_bf16: bool) -> None:
+    dtype, _ = models.choose_dtype(CPU, cpuinfo=cpuinfo)
+    assert dtype == (torch.bfloat16 if has_bf16 else torch.float32)
+    assert models.choose_dtype(torch.device("mps"), cpuinfo=cpuinfo)[0] == torch.float16
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from exactness import assert_as_exact, exact_result, is_as_exact_as_torch
 from peak_memory import PeakMemory
 from safetensors.torch import load_file, save_file
 from sample_data import VOCAB_SIZE, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from peralta_zmq import models
 from peralta_zmq.engines.engine_models import merger_of_files
@@ -22,7 +22,6 @@ from peralta_zmq.models.base_formats import BLOCK, BYTES_PER_WEIGHT, CHUNK_BLOCK
 from peralta_zmq.models.frozen_base import load_base_weights, load_frozen_base
 from peralta_zmq.models.frozen_layers import (
     FrozenLinear,
-    freeze,
     packed_digest,
     unpacked_weights,
 )
@@ -220,29 +219,6 @@ def test_scaled_embedding_of_gemma_is_stored_in_bfloat16(base_dtype: str, tmp_pa
     assert_as_exact(base(ids).logits, lambda model: model(ids).logits, plain)
     names = unpacked_weights(base).keys()
     assert names == models.weights_of(plain).keys()
-
-
-class OtherEmbedding(nn.Embedding):
-    """An embedding with another forward pass than `embed_scale` says."""
-
-    def __init__(self, *size: int) -> None:
-        super().__init__(*size)
-        self.embed_scale = torch.tensor(2.0)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 3
-
-
-def test_head_that_is_tied_to_another_embedding_stays_tied() -> None:
-    model: Any = nn.Module()
-    model.embed, model.head = OtherEmbedding(40, 16), nn.Linear(16, 40, bias=False)
-    model.head.weight = model.embed.weight
-    model.bfloat16()
-    expected = model.embed(torch.arange(5)).float()
-    freeze(model, {}, CPU)
-    assert model.head.weight is model.embed.weight
-    assert model.embed.weight.dtype == torch.float32 and not model.embed.weight.requires_grad
-    torch.testing.assert_close(model.embed(torch.arange(5)), expected, rtol=2**-8, atol=0)
 
 
 def test_teacher_stays_in_bfloat16_if_its_files_are(tmp_path: Path) -> None:
