@@ -28,7 +28,6 @@ class MasterWeights:
 
     `make_masters` returns the first masters of the weights of a parameter, which round to these
     weights. Without it, or if `dtype` has 32 bits, the parameters themselves are the masters.
-    `num_sampled` elements of each tensor estimate the `movement`.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class MasterWeights:
         dtype: torch.dtype,
         *,
         make_masters: MakeMasters | None,
-        num_sampled: int = 1 << 12,
     ) -> None:
         self._parameters = parameters
         self._dtype = dtype
@@ -53,10 +51,11 @@ class MasterWeights:
                 self.remainders[name] = shard_tensor(remainders, parameter.detach())
                 parameter.detach().copy_(shard_tensor(rounded, parameter.detach()))
         random = torch.Generator().manual_seed(0)
-        self._sampled: dict[str, Tensor] = {}  # indices of elements in this rank's part
+        # Indices of elements in this rank's part, which estimate the `movement`.
+        self._sampled: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             if size := local_tensor(parameter).numel():
-                indices = torch.randint(size, (num_sampled,), generator=random)
+                indices = torch.randint(size, (4096,), generator=random)
                 self._sampled[name] = indices.to(parameter.device)
         self._start = self._sample()
 

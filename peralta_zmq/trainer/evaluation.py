@@ -98,10 +98,7 @@ def _answers(group: RequestGroup, scores: Sequence[Score]) -> list[Answer]:
 
 
 class EvaluationCoordinator:
-    """Runs one evaluation at a time, and evaluates each step at most once.
-
-    Live generators have a head start of `head_start_seconds` before the trainer samples answers.
-    """
+    """Runs one evaluation at a time, and evaluates each step at most once."""
 
     def __init__(
         self,
@@ -109,11 +106,8 @@ class EvaluationCoordinator:
         held_out: Environments,
         policy: TrainedModel,
         generators: GeneratorRegistry,
-        *,
-        head_start_seconds: float = 10.0,
     ) -> None:
         self.held_out = held_out
-        self.head_start_seconds = head_start_seconds
         self._session = session
         self._policy = policy
         self._generators = generators
@@ -141,7 +135,7 @@ class EvaluationCoordinator:
             closing(answering),
             run_log.progress(f"evaluating step {step}", len(self.held_out.problems)) as progress,
         ):
-            head_start_end = time.monotonic() + self.head_start_seconds
+            head_start_end = time.monotonic() + 10.0  # for live generators
             waiting = list(self.held_out.problems)  # the last one is the first to be answered
             while (waiting or answering.is_busy) and not (stop.requested or current.complete):
                 yield

@@ -116,7 +116,6 @@ def wait_out(
     folder: Path,
     stop: StopSignal,
     report: Callable[[str], None] = logger.warning,
-    report_seconds: float = 30.0,
 ) -> Result:
     """Retry `operation` while it raises OutageError or OSError; return its result.
 
@@ -140,7 +139,7 @@ def wait_out(
                 raise ConfigError(text) from None
             if stop.requested:
                 raise OutageError(text) from None
-            if now - reported_at > report_seconds:
+            if now - reported_at > 30.0:
                 reported_at = now
                 report(f"{text}. Waiting, nothing is lost")
         else:

@@ -99,7 +99,7 @@ def _first_answer(
     return None
 
 
-def _short(text: str, *, max_length: int = 60) -> str:
+def _short(text: str) -> str:
     """The end of a text on one line, in quotation marks: instructions come first."""
     line = " ".join(text.split())
-    return repr(line if len(line) <= max_length else f"...{line[-max_length:]}")
+    return repr(line if len(line) <= 60 else f"...{line[-60:]}")
