@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from learners import FOUR
 from sample_data import tiny_learner, tiny_model
 
 from peralta_zmq.learning.losses import Tokens, preset
-from peralta_zmq.learning.packing import Packing, make_micro_batches, pack_groups
 from peralta_zmq.learning.selection import TokenSelection, entropy_bound, second_moment_bound
 from peralta_zmq.models.scorer import Scorer
 
@@ -45,22 +43,6 @@ def test_second_moment_bound_leaves_out_the_fewest_tokens(
     log_ratios: list[float], threshold: float, bound: float
 ) -> None:
     assert second_moment_bound(float64(log_ratios).square(), threshold) == pytest.approx(bound)
-
-
-def test_m2po_by_hand() -> None:
-    # prox - mu .05, -.1, .6, 0: the mean square is .093125, and .004167 without the third token
-    logprobs = float64([-0.55, -1.1, -3.9, -0.1])
-    samples, _ = pack_groups([FOUR[0]], [[0.75]], Packing(max_tokens=99))
-    (batch,) = make_micro_batches(samples, Packing(max_tokens=99))
-    batch = replace(batch, old_logprobs=float64([-0.6, -1.0, -4.5, -0.1]))
-    selection = TokenSelection(
-        compute=lambda *_, **__: (logprobs, torch.zeros(4)), m2_threshold=0.04
-    )
-    (selected,), metrics = selection([batch])
-    assert selected.selected is not None and selected.prox_logprobs is not None
-    assert selected.selected.tolist() == [True, True, False, True]
-    assert torch.equal(selected.prox_logprobs, logprobs)
-    assert metrics == {"masked/m2": 0.25}
 
 
 @torch.no_grad()

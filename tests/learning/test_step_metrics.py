@@ -81,14 +81,6 @@ def test_generators_are_counted_with_their_newest_weights() -> None:
 FAR, NEAR = Mismatch(3.0, 10.0), Mismatch(0.1, 10.0)  # .3 and .01 per token
 
 
-def test_mismatch_mean_is_per_token() -> None:
-    statistics = MismatchStatistics(bound=0.1)
-    statistics.record({"ann/0": Mismatch(1.0, 1.0)})
-    statistics.record({"ann/0": Mismatch(0.0, 9.0)})
-    assert statistics.mean("ann/0") == pytest.approx(0.1)
-    assert statistics.flag_senders() == {}  # at the bound, not above
-
-
 def test_sender_is_flagged_after_min_steps() -> None:
     statistics = MismatchStatistics(bound=0.1, min_steps=2)
     for step in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -129,20 +129,3 @@ def test_policy_without_finite_logprobs_excludes_no_group() -> None:
     gradient, result = update(broken, groups_of(), losses.preset("reinforce"))
     assert gradient is None and not result.excluded and not result.mismatch
     assert "logprobs of the policy are not finite" in result.skip_reason
-
-
-@pytest.mark.parametrize("select", [lambda keep: keep, lambda keep: ~keep])
-def test_selected_rollouts_keep_their_tokens(select: Callable[[Tensor], Tensor]) -> None:
-    numbers = torch.arange(6.0)
-    tokens = Tokens(
-        logprobs=numbers, old_logprobs=-numbers, advantages=numbers, mask=torch.ones(6),
-        sequence=torch.tensor([0, 0, 1, 2, 2, 2]), num_sequences=3,
-        step_tokens=6, step_sequences=3, entropy=numbers,
-    )  # fmt: skip
-    keep = select(torch.tensor([True, False, True]))
-    kept = losses.of_rollouts(tokens, keep)
-    expected = [0, 1, 3, 4, 5] if keep[0] else [2]
-    assert kept.logprobs.tolist() == expected and kept.entropy is not None
-    assert (-kept.old_logprobs).tolist() == kept.entropy.tolist() == expected
-    assert kept.sequence.tolist() == ([0, 0, 1, 1, 1] if keep[0] else [0])
-    assert (kept.num_sequences, kept.step_tokens) == (int(keep.sum()), 6)

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,16 +72,6 @@ def test_invalid_loss_result_is_rejected(result: Any, message: str) -> None:
 def test_invalid_advantages_are_rejected(result: list[float], message: str) -> None:
     with pytest.raises(UserCodeError, match=message):
         checked_function("advantage", "mine", lambda rewards, lengths: result)([1, 0], [2, 2])
-
-
-def test_call_leaves_no_thread() -> None:
-    before = threading.active_count()
-    for _ in range(5):
-        checked_function("filter", "mine", lambda: True)()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
 
 
 HANGING = """

@@ -79,11 +79,6 @@ def test_folder_weights_are_those_of_all_files(tmp_path: Path, model: Any) -> No
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-def test_folder_weights_without_a_file_raise(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be loaded: it has no model\*\.safetensors"):
-        models.folder_weights(tmp_path)
-
-
 NORM = "model.norm.weight"  # the last tensor, so that those before it would have been copied
 BROKEN: dict[str, dict[str, Any]] = {
     "missing": {NORM: None},

@@ -107,13 +107,6 @@ def test_published_config_has_the_sizes_and_rotary_embedding_of_the_text_part(
     assert found.to_dict() == {**expected.to_dict(), "_name_or_path": found.name_or_path}
 
 
-def test_model_without_a_text_class_is_refused_by_name(tmp_path: Path) -> None:
-    config = {"model_type": "blip", "text_config": {}, "vision_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"no causal language model for model_type 'blip_text"):
-        models.text_config(tmp_path)
-
-
 def change_config(folder: Path, changes: dict[str, Any]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

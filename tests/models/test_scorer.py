@@ -249,27 +249,6 @@ def test_head_in_chunks_is_as_exact_as_transformers(way: str, dtype: torch.dtype
         )
 
 
-def test_frozen_head_gives_the_gradient_of_whole_logits() -> None:
-    """As with LoRA: the head is frozen, and layers before it are trained."""
-    tokens, scored = row()
-
-    def frozen() -> Any:
-        model: Any = tiny_model().requires_grad_(False)
-        model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
-        return model
-
-    for reason in ("", "forced by the test"):
-        scorer = Scorer(model := frozen())
-        assert scorer.whole_logits_reason == ""
-        scorer.whole_logits_reason = reason
-        for _ in range(2):  # micro-batches add up
-            logprobs = scorer(tokens, TREES, scored, temperature=0.7)
-            ours = flat_gradient(model, logprobs) / 2
-        assert_as_exact(
-            ours, lambda model: flat_gradient(model, plainly(model, tokens, 0.7)[0]), frozen()
-        )
-
-
 def test_head_is_restored_after_an_exception() -> None:
     model, (tokens, scored) = tiny_model(), row()
     scorer, head = Scorer(model), model.get_output_embeddings()

@@ -294,18 +294,6 @@ def test_suppliers_have_groups_in_the_newest_steps(stack: ExitStack, tmp_path: P
     assert names == {"ann", "bob", "stale"}
 
 
-def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path: Path) -> None:
-    scene = opened(stack, tmp_path, groups=3)
-    sender = sender_to(scene.address, stack)
-    for group_number, index in enumerate([5, 2**53, 9]):
-        group = dataclasses.replace(
-            group_of([1.0, 0.0], group_number=group_number), sample_index=index
-        )
-        assert sender.send(wire.encode_group(group), timeout=DEADLINE)
-    scene.collect()
-    assert scene.collector.curriculum.ranges.next_index == 10
-
-
 # Sample ranges.
 
 ANN = wire.GeneratorStatus(RUN, "ann", b"bootboot", needs_range=True)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -95,20 +94,6 @@ def test_open_dashboard_reports_a_refused_setting(
 ) -> None:
     (line,) = printed_by(f"--dashboard.{setting}", value)
     assert re.search(match, line)
-
-
-def test_open_dashboard_without_a_thread_is_reported(
-    printed_by: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", fails)
-    assert printed_by() == ["""no dashboard: RuntimeError("can't start new thread")"""]
-
-
-def test_open_dashboard_disabled_prints_nothing(printed_by: Callable[..., list[str]]) -> None:
-    assert printed_by("--dashboard.port", "None") == []
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -159,14 +158,6 @@ def test_damage_before_whole_records_is_refused_and_kept(tmp_path: Path, positio
     assert read(tmp_path) == FRAMES[:1]
 
 
-def test_unwritten_page_before_a_whole_record_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path, [b"first", b"\1" * 200_000, b"third"])
-    content = file.read_bytes()
-    file.write_bytes(content[:4096] + bytes(4096) + content[8192:])
-    with closing(Journal(tmp_path)) as journal, pytest.raises(JournalError, match="at byte 14,"):
-        journal.read(4)
-
-
 @pytest.mark.parametrize(
     "tail",
     [
@@ -191,16 +182,6 @@ def test_torn_file_before_the_last_step_is_refused_and_kept(tmp_path: Path) -> N
         with pytest.raises(JournalError, match=r"step_000004\.msgpack is damaged.* 4 to 7 away"):
             journal.read(4)
     assert (tmp_path / "step_000004.msgpack").stat().st_size == ENDS[1] + 3
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["step_000004.old.msgpack", "step_four.msgpack", "step_4.msgpack", "step_0000004.msgpack"],
-)
-def test_file_with_another_name_is_ignored(tmp_path: Path, name: str) -> None:
-    shutil.copy(written(tmp_path), tmp_path / name)
-    with closing(Journal(tmp_path)) as journal:
-        assert journal.steps() == [4]
 
 
 def test_old_steps_are_pruned_and_newer_stay(journal: Journal, tmp_path: Path) -> None:
