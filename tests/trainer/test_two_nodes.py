@@ -1,17 +1,12 @@
-"""A trainer whose ranks are on two machines: two network namespaces, torchrun, gloo, FSDP2.
-
-make test-lan ARGS='-s tests/trainer/test_two_nodes.py' also prints the steps, ranks and seconds of
-each part.
-"""
+"""A trainer whose ranks are on two machines: two network namespaces, torchrun, gloo, FSDP2."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -139,33 +134,20 @@ def replayed(cluster: Cluster, *arguments: str, per_node: int) -> list[str]:
     return [line for line in programs[0].printed.splitlines() if line.startswith("step=")]
 
 
-@contextmanager
-def measured(cluster: Cluster, name: str) -> Iterator[None]:
-    """Print the steps of a part of the test, and its seconds with the start of all processes."""
-    started, before = time.monotonic(), cluster.step
-    yield
-    print(f"{name}: steps {before + 1} to {cluster.step}, {time.monotonic() - started:.0f} s")
-
-
 def test_two_nodes_train_and_resume_with_one_and_four_ranks(cluster: Cluster) -> None:
     generator = cluster.generator()
-    with measured(cluster, "2 ranks on 2 nodes"):
-        on_two, _ = train(cluster, generator, per_node=1, steps=3)
-    with measured(cluster, "1 rank"):
-        on_one, printed = train(cluster, generator, per_node=0, steps=2)
+    on_two, _ = train(cluster, generator, per_node=1, steps=3)
+    on_one, printed = train(cluster, generator, per_node=0, steps=2)
     assert f" checkpoint={on_two} replayed=" in printed
     assert on_one < STEPS
-    with measured(cluster, "4 ranks on 2 nodes"):
-        trainer = cluster.trainer(per_node=2)
-        for program in (*trainer, generator):
-            assert program.wait(timeout=SECONDS) == 0, program.printed
+    trainer = cluster.trainer(per_node=2)
+    for program in (*trainer, generator):
+        assert program.wait(timeout=SECONDS) == 0, program.printed
     printed = trainer[0].printed
     assert f" checkpoint={on_one} replayed=" in printed
     assert f"steps              {STEPS} in" in printed
     assert [row["ranks"] for row in cluster.sessions] == [2, 1, 4]
     assert cluster.broken() == {}
 
-    started = time.monotonic()
     lines = replayed(cluster, "--to", str(on_two), per_node=1)
-    print(f"replay of steps 1 to {on_two} on 2 nodes: {time.monotonic() - started:.0f} s")
     assert len(lines) == on_two and all(line.endswith("  as published") for line in lines)
