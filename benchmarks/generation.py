@@ -47,6 +47,7 @@ from peralta_zmq.engines.native.native_engine import CachedRows, native_engine
 from peralta_zmq.engines.native.prefix_cache import PROMPT_ROWS
 from peralta_zmq.engines.row_engine import RowEngine, Rows
 from peralta_zmq.environments import calculator
+from peralta_zmq.models.logprobs import logprobs_and_entropies
 from peralta_zmq.registry import Engine, EngineSettings
 from peralta_zmq.rollout import Completion, Int32Array, Request, Sampling
 from tools.base_model import new_model
@@ -152,7 +153,7 @@ def completed(
 def token_logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """Logprob of each token given those before it, [B, T - 1], from a whole forward pass."""
     logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1]
-    return models.selected_logprobs(logits, token_ids[:, 1:])
+    return logprobs_and_entropies(logits, token_ids[:, 1:], with_entropy=False)[0]
 
 
 def endless_model(shape: dict[str, Any]) -> Any:

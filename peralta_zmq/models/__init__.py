@@ -35,7 +35,6 @@ from peralta_zmq.models.device import (
     worker_info,
 )
 from peralta_zmq.models.frozen_base import load_teacher
-from peralta_zmq.models.logprobs import selected_logprobs
 from peralta_zmq.models.model_folders import (
     EMBEDDED,
     EMBEDDED_TURNS,
@@ -54,7 +53,6 @@ from peralta_zmq.models.model_folders import (
     model_loading_errors,
     model_without_memory,
     published_config,
-    read_config_file,
     save_weights,
     text_config,
     text_of,

@@ -13,28 +13,20 @@ DEFAULT_CHUNK_LOGITS = 1 << 26
 MIN_LOGPROB = -1e4  # limit of log p in p log p: p is 0 there, but 0 * -inf is not a number
 
 
-def selected_logprobs(
+def logprobs_and_entropies(
     logits: Tensor,  # [..., V]
     token_ids: Tensor,  # [...]
     *,
     temperature: Tensor | float = 1.0,  # a scalar, or [...]
+    with_entropy: bool = True,
     chunk_logits: int | None = None,  # logits to convert to fp32 at a time; None: by device
-) -> Tensor:
-    """log softmax(logits / temperature) at `token_ids`; fp32, or float64 for float64 logits."""
-    result = _TokenStatistics.apply(logits, token_ids, temperature, False, chunk_logits)
-    return cast("tuple[Tensor, None]", result)[0]
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits / temperature) at `token_ids`, and the entropies of the softmax in nats.
 
-
-def logprobs_and_entropies(
-    logits: Tensor,
-    token_ids: Tensor,
-    *,
-    temperature: Tensor | float = 1.0,
-    chunk_logits: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return `selected_logprobs`, and the entropies of the softmax in nats, shaped alike."""
-    result = _TokenStatistics.apply(logits, token_ids, temperature, True, chunk_logits)
-    return cast("tuple[Tensor, Tensor]", result)
+    Both are fp32, or float64 for float64 logits.
+    """
+    result = _TokenStatistics.apply(logits, token_ids, temperature, with_entropy, chunk_logits)
+    return cast("tuple[Tensor, Tensor | None]", result)
 
 
 class _TokenStatistics(torch.autograd.Function):

@@ -25,7 +25,7 @@ from peralta_zmq.models.cast_linears import replace_linears
 from peralta_zmq.models.device import is_out_of_memory
 from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
 from peralta_zmq.models.layer_ops import replace_norms, replace_rotary
-from peralta_zmq.models.logprobs import logprobs_and_entropies, selected_logprobs
+from peralta_zmq.models.logprobs import logprobs_and_entropies
 from peralta_zmq.models.model_folders import Model, forward_options
 from peralta_zmq.models.tree_attention import (
     BASE_ATTENTION,
@@ -151,9 +151,10 @@ class Scorer:
         self, inputs: _Inputs, targets: Tensor, temperature: Tensor | float, *, with_entropy: bool
     ) -> Sequence[Tensor]:
         logits = inputs.select(self._forward(inputs))
-        if with_entropy:
-            return logprobs_and_entropies(logits, targets, temperature=temperature)
-        return (selected_logprobs(logits, targets, temperature=temperature),)
+        results = logprobs_and_entropies(
+            logits, targets, temperature=temperature, with_entropy=with_entropy
+        )
+        return [each for each in results if each is not None]
 
     def _inputs(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
         """Inputs of the forward pass on the packed row, or on padded rows."""
@@ -273,7 +274,7 @@ class Scorer:
                 logits = self._model(token_ids[path][None], use_cache=False, **options).logits[0]
                 logits = logits if self._has_logits_to_keep else logits[kept]
                 scored.append(path[kept + 1])
-                logprobs.append(selected_logprobs(logits, token_ids[scored[-1]]))
+                logprobs.append(logprobs_and_entropies(logits, token_ids[scored[-1]])[0])
             start += tree.num_tokens
         return _Trial(trees, token_ids, torch.cat(scored), torch.cat(logprobs))
 
