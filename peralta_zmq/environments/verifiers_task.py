@@ -10,6 +10,7 @@ import asyncio
 import functools
 import hashlib
 import json
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from peralta_zmq.errors import (
     ConfigError,
     TaskError,
     described,
+    did_you_mean,
     import_extra,
 )
 from peralta_zmq.rollout import Message, Problem, Score
@@ -254,14 +256,15 @@ def _check_class(name: str) -> None:
     except ModuleNotFoundError as error:
         missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-        if missing.name == module or f"{missing.name}".startswith(TASKSETS):
-            raise ConfigError(
-                f"unknown task {PREFIX}:{name}; install the package of the taskset, or put its "
-                "module into a folder of PYTHONPATH"
-            ) from None
-        raise _unusable(name, f"its module cannot be imported ({missing})") from None
+        if missing.name != module and not f"{missing.name}".startswith(TASKSETS):
+            raise _unusable(name, f"its module cannot be imported ({missing})") from None
+        raise _unknown(name) from None
     except Exception as error:  # noqa: BLE001  its module may raise anything
-        raise _unusable(name, " ".join(str(error).split())) from None
+        reason = " ".join(str(error).split())
+        is_old = "module 'verifiers'" in reason or "from 'verifiers'" in reason
+        if is_old or _has_old_environment(name):
+            reason = "it was made for verifiers before 0.4 (load_environment); it needs a Taskset"
+        raise _unusable(name, reason) from None
     if reason:
         raise _unusable(name, reason)
 
@@ -305,6 +308,13 @@ def _agents(name: str) -> list[str]:
     return [each for each in fields if isinstance(fields[each].default, library.AgentConfig)]
 
 
+def _has_old_environment(name: str) -> bool:
+    try:
+        return hasattr(library.import_taskset(name), "load_environment")
+    except Exception:  # noqa: BLE001  its module may raise anything
+        return False
+
+
 def _is_held_out(data: Any) -> bool:
     """Whether a task is for evaluation: by its prompt, or without one by its whole content."""
     content = data.model_dump(mode="json", exclude={"idx", "id", "name", "description"})
@@ -312,6 +322,16 @@ def _is_held_out(data: Any) -> bool:
         content = content["prompt"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT == 0
+
+
+def _unknown(name: str) -> ConfigError:
+    folders = (None, [f"{path}/tasksets" for path in library.__path__])
+    modules = [each.name for folder in folders for each in pkgutil.iter_modules(folder)]
+    hint = did_you_mean(name.replace("-", "_"), modules, f"{PREFIX}:{{}}")
+    return ConfigError(
+        f"unknown task {PREFIX}:{name}; {hint}{' Else ' * bool(hint)}install the package of the "
+        "taskset, or put its module into a folder of PYTHONPATH"
+    )
 
 
 def _unusable(name: str, reason: str) -> ConfigError:

@@ -137,19 +137,23 @@ class Questions(vf.Taskset[Question, vf.TasksetConfig]):
 
 __all__ = ["Questions"]
 """
-TWICE = SUMS.replace(
+WRONG = SUMS.replace(
     '__all__ = ["Sums"]',
     """
-class TwiceConfig(vf.EnvConfig):
+class WrongConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig()
+    error: str = ""
 
-class Twice(vf.Env[TwiceConfig]):
+class Wrong(vf.Env[WrongConfig]):
     async def run(self, task, agents):
-        for _ in range(2):
+        for _ in range({"twice": 2, "never": 0}.get(self.config.error, 1)):
             async with agents.player.interaction(task) as interaction:
-                await interaction.turn()
+                await interaction.turn("Hello" if self.config.error == "hello" else None)
+                if self.config.error == "over":
+                    while True:
+                        await interaction.turn("again")
 
-__all__ = ["Sums", "Twice"]
+__all__ = ["Sums", "Wrong"]
 """,
 )
 STOPPED = TOOLS.replace(
@@ -174,6 +178,9 @@ BROKEN = {
     ),
     "with_runtime": SUMS.replace("def right(self, trace)", "def right(self, trace, runtime)"),
     "request_stop": GAME.replace("trace: vf.Trace)", "trace: vf.Request)"),
+    "old_style": "import verifiers as vf\nclass Old(vf.MultiTurnEnv): pass\n__all__ = ['Old']",
+    "old_import": "from verifiers import Rubric",
+    "older_style": "def load_environment(): return 1\n",
     "no_taskset": "__all__ = []\n",
     "dependency": "import no_such_library\n",
     "tool_state": TOOLS.replace("class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State])",
@@ -188,7 +195,7 @@ BROKEN = {
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("tasksets")
     sources = {
-        "twice": TWICE,
+        "wrong": WRONG,
         "my_sums": SUMS,
         "my_game": GAME,
         "my_tools": TOOLS,
@@ -284,10 +291,18 @@ def test_environment_that_does_not_repeat_its_messages_is_an_error() -> None:
         task.reply(problem, episode(problem, wrong, message.content, wrong))
 
 
-def test_environment_with_a_second_episode_is_an_error() -> None:
-    task = task_of("twice")
-    (problem,) = load_problems(task.problems, "train", seed=0, options={"size": 1})
-    with pytest.raises(TaskError, match="the environment lets its agent start a second episode"):
+@pytest.mark.parametrize(("error", "message"), [
+    ("hello", "an exchange must begin with turn\\(\\) if the task has a prompt"),
+    ("twice", "the environment lets its agent start a second episode"),
+    ("over", "the environment continues an exchange that is over"),
+    ("never", "the environment ended without a turn of its agent"),
+])  # fmt: skip
+def test_environment_that_breaks_the_rules_of_an_exchange_is_an_error(
+    error: str, message: str
+) -> None:
+    task = task_of("wrong")
+    (problem,) = load_problems(task.problems, "train", seed=0, options={"size": 1, "error": error})
+    with pytest.raises(TaskError, match=message):
         task.reward(problem, "0")
 
 
@@ -344,7 +359,7 @@ def scored(environments: Any, problem: Problem, messages: Sequence[Message]) -> 
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [
-    ("my_sum", {}, "unknown task verifiers:my_sum; install the package"),
+    ("my_sum", {}, "unknown task verifiers:my_sum; did you mean verifiers:my_sums? Else install"),
     ("my_lab.sums", {}, "unknown task verifiers:my_lab.sums; "),
     ("my_sums", {"max_tern": 2}, "has no option 'max_tern'; did you mean max_term? Its options"),
     ("my_sums", {"max_term": "x"}, "refuses its options {'max_term': 'x'}"),
@@ -359,6 +374,9 @@ def scored(environments: Any, problem: Problem, messages: Sequence[Message]) -> 
     ("with_runtime", {}, "its function right needs a runtime"),
     ("request_stop", {"size": 1}, "its function gave_up stops requests or responses"),
     ("tool_state", {}, "the tools of Calculator share a state"),
+    ("old_style", {}, "it was made for verifiers before 0.4"),
+    ("old_import", {}, "it was made for verifiers before 0.4"),
+    ("older_style", {}, "it was made for verifiers before 0.4"),
     ("no_taskset", {}, "exports no Taskset subclass"),
     ("dependency", {}, "its module cannot be imported (No module named 'no_such_library')"),
 ])  # fmt: skip
