@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from peralta_zmq.errors import TaskError, choices_text, import_extra
+from peralta_zmq.errors import TaskError, import_extra, nearest
 
 DATA_FOLDER = Path(__file__).parent / "data"
 SHIPPED = tuple(sorted(file.stem for file in DATA_FOLDER.glob("*.csv")))  # names of data sets
@@ -98,13 +98,22 @@ def _path(source: str) -> Path:
         return path
     if not os.path.isfile(path):
         raise TaskError(
-            f"no data set or file '{source}'; {choices_text('choose one of', source, SHIPPED)}, or "
-            "give the path of a .csv, .jsonl or .parquet file, or of a folder that datasets' "
-            "save_to_disk made"
+            f"no data set or file '{source}'{_suggestion(path)}; "
+            f"choose one of {', '.join(SHIPPED)}, or give the path of a .csv, .jsonl or .parquet "
+            "file, or of a folder that datasets' save_to_disk made"
         )
     if path.suffix.lower() not in (".csv", PARQUET_SUFFIX, *JSONL_SUFFIXES):
         raise TaskError(f"'{source}' is neither .csv, .jsonl nor .parquet; convert or rename it")
     return path
+
+
+def _suggestion(path: Path) -> str:
+    """', did you mean X?' for a similarly named data set or file next to `path`."""
+    names = {name: name for name in SHIPPED}
+    if os.path.isdir(path.parent):
+        names |= {file.name: str(file) for file in path.parent.glob("*.*")}
+    name = nearest(path.name, names)
+    return f", did you mean '{names[name]}'?" if name else ""
 
 
 def _read_text(path: Path) -> str:

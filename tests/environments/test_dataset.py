@@ -72,9 +72,13 @@ def test_field_may_be_longer_than_the_default_limit_of_csv(write: Write) -> None
     assert problem.question == text
 
 
-def test_unknown_name_is_refused_with_similar_names() -> None:
+def test_unknown_name_is_refused_with_similar_names(write: Write) -> None:
     error = error_of("math_1kk")
-    assert "no data set or file 'math_1kk'; did you mean math_1k? Choose one of countd" in error
+    assert "no data set or file 'math_1kk', did you mean 'math_1k'?" in error
+    assert "choose one of countdown_100, countdown_1k, extract_500" in error
+    assert "did you mean 'math_250'?" in error_of("data/math_250.csv")
+    path = write("problems.csv", "q,a\none,1\n")
+    assert f"did you mean '{path}'?" in error_of(path.replace("problems", "problms"))
 
 
 @pytest.mark.parametrize("source", ["", "\x00", "a" * 5000, "~no-such-user/x.csv", "/"])
