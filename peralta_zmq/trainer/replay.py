@@ -312,12 +312,16 @@ def published_ids(run: Path, config: Config) -> tuple[dict[int, str], list[str]]
                 except StoreError as error:
                     reason = f"version {index} (step {version.step}) is not compared: {error}"
                     problems[index] = reason
-                    if version.parent in orphans or version.parent not in {-1, *numbers}:
+                    is_cut_off = version.kind == "delta" and version.parent not in numbers
+                    if is_cut_off or version.parent in orphans:
                         orphans.append(index)
                 else:
-                    if version.kind == "keyframe":
-                        # The deltas before it are obsolete, and lost their parents by age.
-                        problems = {key: problems[key] for key in problems.keys() - {*orphans}}
+                    if version.kind == "keyframe" and orphans:  # they are obsolete
+                        span = f"versions {orphans[0]} to {orphans[-1]}"
+                        sys.stderr.write(f"{span} are not compared: an earlier one was removed\n")
+                        for orphan in orphans:
+                            del problems[orphan]
+                        orphans.clear()
             progress.update(count)
     # A version that the running trainer deleted during the loop is no problem.
     remaining = _numbers_in(store)

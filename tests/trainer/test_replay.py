@@ -135,6 +135,7 @@ def test_replay_leaves_out_old_deltas_whose_parents_were_removed(
         out, err = capsys.readouterr()
         compared = [line.endswith("  as published") for line in out.splitlines()]
         assert compared == [False, False, False, code == 0]
+        assert ("versions 2 to 3 are not compared" in err) == (code == 0)
         return err.count("is not compared: ")
 
     assert not_compared(0) == 0
