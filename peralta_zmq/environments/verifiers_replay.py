@@ -38,6 +38,8 @@ async def replay(
         agents = library.Agents(env.config, agent.named)
         await env.setup(agents)
         await env.run(task, agents)
+        if agent.trace is None:
+            raise TaskError("the environment ended without a turn of its agent")
         information = library.EnvInfo(id=env.config.env_id)
         traced = {"task": _trace_task(task), "traces": [agent.trace]}
         await env.finalize(task, library.Episode(env=information, ok=True, **traced))
@@ -132,6 +134,7 @@ class Interaction:
         self._agent = agent
         self._task = task
         self._stops = task.hooks("stop")
+        self._has_begun = self._is_over = False
 
     @property
     def trace(self) -> Any:
@@ -139,7 +142,17 @@ class Interaction:
 
     async def turn(self, message: Any = None) -> Any:
         """Send messages, or the prompt of the task, to the agent; returns its completions."""
+        if self._is_over:
+            raise TaskError("the environment continues an exchange that is over")
+        begins_with_prompt = not self._has_begun and self._task.data.prompt is not None
+        if begins_with_prompt != (message is None):
+            raise TaskError(
+                "an exchange must begin with turn() if the task has a prompt, and with "
+                "turn(message) if it has none; each later turn needs a message"
+            )
+        self._has_begun = True
         if await self._is_stopped():
+            self._is_over = True
             return library.Segment(messages=[], terminated=True)
         for each in _messages_of(message):
             self._agent.insert(each)
