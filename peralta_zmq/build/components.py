@@ -352,6 +352,5 @@ def _load_teacher(config: Config, name: str, model: models.Model) -> ReferenceMo
         trust_remote_code=config.model.trust_remote_code,
     )
     dtype, _ = models.training_dtype(teacher, config.train.dtype)
-    check_length(teacher.config, config.engine.max_model_len)
     scorer = Scorer(teacher, dtype=dtype, max_length=config.engine.max_model_len)
     return functools.partial(reference_logprobs, scorer)

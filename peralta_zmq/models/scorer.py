@@ -27,6 +27,7 @@ from peralta_zmq.models.head import head_logprobs, sparse_embedding_gradient
 from peralta_zmq.models.layer_ops import replace_norms, replace_rotary
 from peralta_zmq.models.logprobs import logprobs_and_entropies
 from peralta_zmq.models.model_folders import Model, forward_options
+from peralta_zmq.models.rotary import length_limit, split_rotary
 from peralta_zmq.models.tree_attention import (
     BASE_ATTENTION,
     TREE_ATTENTION,
@@ -70,11 +71,14 @@ class Scorer:
         self._model = cast(Any, model)
         self._dtype = dtype
         self._has_logits_to_keep = "logits_to_keep" in forward_options(model)
+        # A row with a longer sequence is padded: a shared prefix would have two embeddings.
+        self._packed_length = length_limit(self._model.config.get_text_config())
         trials = self._trials(max_length)  # before anything is replaced
         if gradient_checkpointing:
             _checkpoint_layers(model)
         replace_norms(model)
         replace_rotary(model)
+        split_rotary(model)
         if dtype != torch.float32:
             replace_linears(model)
         self.padding_reason, self.whole_logits_reason = self._find_reasons(trials)
@@ -157,10 +161,11 @@ class Scorer:
         return [each for each in results if each is not None]
 
     def _inputs(self, token_ids: Tensor, trees: Sequence[PrefixTree], scored: Tensor) -> _Inputs:
-        """Inputs of the forward pass on the packed row, or on padded rows."""
-        if not self.packs:
+        """Inputs of the forward pass on the packed row, or on padded rows if that is not exact."""
+        layout = PackedLayout.of(trees, token_ids.device) if self.packs else None
+        limit = self._packed_length
+        if layout is None or (limit is not None and int(layout.positions.max()) >= limit):
             return self._padded(token_ids, trees, scored)
-        layout = PackedLayout.of(trees, token_ids.device)
         return _Inputs(
             token_ids[None],
             torch.ones_like(token_ids)[None],
@@ -176,6 +181,8 @@ class Scorer:
         options = dict[str, Any]()
         if self._has_logits_to_keep:
             options["logits_to_keep"] = width - int(column.min()) + 1
+        if self._packed_length is not None:
+            options["position_ids"] = (attention.cumsum(1) - 1) * attention
 
         def select(kept: Tensor) -> Tensor:
             first_column = width - kept.shape[1]  # if the model keeps only the last ones
@@ -241,9 +248,9 @@ class Scorer:
     def _trials(self, max_length: int) -> list[_Trial]:
         """A row of short sequences, and one with a sequence longer than the model's windows."""
         settings = self._model.config.get_text_config().to_json_string(use_diff=False)
-        lengths = [each for each in map(int, LENGTHS.findall(settings)) if 0 < each < max_length]
+        lengths = [*map(int, LENGTHS.findall(settings)), self._packed_length or max_length]
         rows = [TRIAL_TREES]
-        if lengths:
+        if lengths := [length for length in lengths if 0 < length < max_length]:
             rows.append((TRIAL_TREES[-1], PrefixTree((TreeSpan(-1, max(lengths) + 8),))))
         try:
             return list(map(self._new_trial, rows))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,14 @@ TREES = [
     PrefixTree((TreeSpan(-1, 10), TreeSpan(9, 3))),
     PrefixTree((TreeSpan(-1, 4), TreeSpan(3, 250))),
 ]
-# For rotary embeddings that change beyond ORIGINAL tokens, which engines and trainers refuse.
-SHORT_TREES = [PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 20), TreeSpan(10, 20))), TREES[1]]
 PROMPTS = (3, 40, 70, 7, 3, 31)  # tokens; a batch of the hf engine is padded to the longest
 # Other models with a trait of their own.
 OTHERS: dict[str, dict[str, Any]] = {
     "chunked attention": {"model_type": "llama4_text", "attention_chunk_size": WINDOW,
                           "head_dim": 16, "intermediate_size_mlp": 96, "floor_scale": ORIGINAL,
                           "num_local_experts": 2, "no_rope_layers": [1, 1, 1, 0]},
+    "dynamic NTK": {"model_type": "llama", "max_position_embeddings": ORIGINAL,
+                    "rope_scaling": {"type": "dynamic", "factor": 4.0}},
     "mask made by the model": {"model_type": "falcon", "num_kv_heads": 2, "bias": False,
                                "new_decoder_architecture": True, "alibi": False},
     "mask changed by the model": {"model_type": "doge"},
@@ -74,27 +74,26 @@ PADDED = {
 }
 
 
-def trees_of(settings: dict[str, Any]) -> list[PrefixTree]:
-    return SHORT_TREES if "longrope" in str(settings) else TREES
-
-
-def row(trees: Sequence[PrefixTree] = TREES) -> Tensor:
-    """Random tokens of the trees."""
-    length = sum(tree.num_tokens for tree in trees)
+def row() -> Tensor:
+    """Random tokens of TREES."""
+    length = sum(tree.num_tokens for tree in TREES)
     return torch.randint(3, 468, (length,), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 def alone(model: Any, sequence: Tensor) -> Tensor:
-    """Logprobs of the tokens after the first one, by transformers."""
-    logprobs = model(sequence[None], use_cache=False).logits[0].log_softmax(-1)
+    """Logprobs of the tokens after the first one, by transformers.
+
+    The model is copied, because dynamic NTK keeps the frequencies of longer sequences.
+    """
+    logprobs = copy.deepcopy(model)(sequence[None], use_cache=False).logits[0].log_softmax(-1)
     return logprobs[:-1].gather(-1, sequence[1:, None])[:, 0]
 
 
-def plain(model: Any, tokens: Tensor, trees: Sequence[PrefixTree] = TREES) -> tuple[Tensor, Tensor]:
+def plain(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Indices in the row of the completions' tokens, and their logprobs."""
     scored, logprobs, start = list[Tensor](), list[Tensor](), 0
-    for tree in trees:
+    for tree in TREES:
         layout = TreeLayout(tree)
         for span, (parent, size) in enumerate(tree.spans):
             if parent >= 0:
@@ -105,18 +104,18 @@ def plain(model: Any, tokens: Tensor, trees: Sequence[PrefixTree] = TREES) -> tu
     return torch.cat(scored), torch.cat(logprobs)
 
 
-def scored_error(model: Any, trees: Sequence[PrefixTree] = TREES) -> tuple[Scorer, float]:
-    """A scorer of the model, and its largest error in the trees."""
-    tokens = row(trees)
-    scored, expected = plain(model, tokens, trees)
-    scorer = Scorer(model, max_length=ORIGINAL if trees is SHORT_TREES else 512)
+def scored_error(model: Any) -> tuple[Scorer, float]:
+    """A scorer of the model, and its largest error in TREES."""
+    tokens = row()
+    scored, expected = plain(model, tokens)
+    scorer = Scorer(model)
     with torch.no_grad():
-        return scorer, float((scorer(tokens, trees, scored) - expected).abs().max())
+        return scorer, float((scorer(tokens, TREES, scored) - expected).abs().max())
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_long_and_short_sequences_have_the_logprobs_of_each_alone(kind: str) -> None:
-    scorer, error = scored_error(random_model(KINDS[kind]), trees_of(KINDS[kind]))
+    scorer, error = scored_error(random_model(KINDS[kind]))
     assert error < TOLERANCE, (scorer.padding_reason, scorer.whole_logits_reason)
     assert scorer.packs == (kind not in PADDED)
     assert scorer.packs or scorer.padding_reason.startswith("padded rows: ")
@@ -159,6 +158,15 @@ def test_trial_is_longer_than_the_window() -> None:
 
     scorer, error = scored_error(mixing(llama(sliding_window=WINDOW), change))
     assert error < TOLERANCE and scorer.padding_reason.startswith("padded rows: logprobs")
+
+
+def test_rows_below_a_change_of_the_rotary_embedding_are_compared_too() -> None:
+    def change(hidden: Tensor) -> Tensor:
+        """Scale tokens by their index in the row, not their position."""
+        return hidden * (1 + (torch.arange(hidden.shape[1]) >= 16))[:, None]
+
+    changed = mixing(random_model(OTHERS["dynamic NTK"]), change)
+    assert Scorer(changed).padding_reason.startswith("padded rows: logprobs")
 
 
 def test_trial_is_not_longer_than_the_sequences_of_the_run() -> None:
@@ -236,8 +244,7 @@ def opened(folder: Path, *, max_model_len: int) -> Any:
 def measured(family: str, folder: Path) -> list[str]:
     """Cells of a row of the table in docs/models.md; checks the errors of the logprobs."""
     model = random_model(FAMILIES[family], folder=folder)
-    trees = trees_of(FAMILIES[family])
-    length = 140 if trees is TREES else ORIGINAL
+    length = ORIGINAL if "longrope" in str(FAMILIES[family]) else 140
     engine = opened(folder, max_model_len=length)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 468, min(size, length - 20)) for size in PROMPTS]
@@ -249,7 +256,7 @@ def measured(family: str, folder: Path) -> list[str]:
         expected = alone(model, ids.long())[-len(completion.token_ids) :]
         gap = (torch.from_numpy(completion.logprobs) - expected).abs().max()
         engine_error = max(engine_error, float(gap))
-    scorer, error = scored_error(copy.deepcopy(model), trees)
+    scorer, error = scored_error(copy.deepcopy(model))
     model.save_pretrained(folder / "saved")
     again = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32).eval()
     assert torch.equal(alone(again, row()[:60]), alone(model, row()[:60]))
