@@ -1,15 +1,20 @@
 """Attention within the prefix trees of a packed row, for transformers.
 
-A packed row is several trees (rollout.py:PrefixTree), one after the other. A token attends only to
-itself and its ancestors in its tree. A small tree is computed as a whole, with a mask. With K long
-completions this takes about K times the work that the sequences need. In larger trees the tokens of
-each span therefore attend to a copy of the keys on their path from the root, unless that needs too
-many copies.
+A `PrefixTree` (rollout.py) stores a shared prefix once; its spans continue after an earlier token
+(parent), or start a sequence (parent -1). A packed row is several trees, one after the other. A
+token attends only to itself and its ancestors in its tree.
+
+A small tree is computed as a whole, with a mask. With K long completions this takes about K times
+the work that the sequences need. In larger trees the tokens of each span therefore attend to a copy
+of the keys on their path from the root, unless that needs too many copies.
+
+A model may mask more tokens, for example outside a sliding window, by a function of the indices of
+query and key; here it gets the positions in the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain, pairwise
@@ -83,7 +88,13 @@ class PackedLayout(NamedTuple):
     attended: set[int]  # ids of the attention modules that have used this layout
 
     @classmethod
-    def of(cls, trees: Sequence[PrefixTree], device: torch.device) -> PackedLayout:
+    def of(
+        cls,
+        trees: Sequence[PrefixTree],
+        device: torch.device,
+        *,
+        is_by_span: Callable[[int, float], bool] = attends_by_span,
+    ) -> PackedLayout:
         layouts = [TreeLayout(tree) for tree in trees]
         starts = np.cumsum([0, *(tree.num_tokens for tree in trees[:-1])])
         previous = [layout.previous + start for layout, start in zip(layouts, starts, strict=True)]
@@ -91,7 +102,9 @@ class PackedLayout(NamedTuple):
         sizes = list[int]()
         parts = list[_Part]()
         for layout in layouts:
-            tree_sizes, tree_parts = _parts_of(layout, first_segment=len(sizes), device=device)
+            tree_sizes, tree_parts = _parts_of(
+                layout, first_segment=len(sizes), device=device, is_by_span=is_by_span
+            )
             sizes += tree_sizes
             parts += tree_parts
         return cls(
@@ -116,12 +129,16 @@ def packed_row(layout: PackedLayout | None) -> Generator[None]:
 
 
 def _parts_of(
-    layout: TreeLayout, *, first_segment: int, device: torch.device
+    layout: TreeLayout,
+    *,
+    first_segment: int,
+    device: torch.device,
+    is_by_span: Callable[[int, float], bool],
 ) -> tuple[list[int], list[_Part]]:
     """Sizes of the segments of a tree, whose first one has this index, and its parts."""
     num_tokens = len(layout.span)
     lengths = [sum(map(_size, path)) for path in layout.paths]
-    if not attends_by_span(num_tokens, sum(lengths)):
+    if not is_by_span(num_tokens, sum(lengths)):
         mask = torch.from_numpy(_mask_of(layout)).to(device)
         return [num_tokens], [_Part([first_segment], mask)]
     cuts = sorted({0, *(each.stop for path in layout.paths for each in path)})

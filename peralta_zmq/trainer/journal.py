@@ -31,7 +31,7 @@ from peralta_zmq import atomic_files, wire
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError, OutageError, WireError, failure_text
 from peralta_zmq.learning.admission import OUTCOMES
-from peralta_zmq.learning.optimizer import UpdateSettings
+from peralta_zmq.learning.optimizer import BETAS, UpdateSettings
 from peralta_zmq.rollout import RolloutGroup
 
 JOURNAL = "journal"  # folder in the run folder
@@ -251,7 +251,12 @@ def encode_update(update: UpdateSettings) -> bytes:
 
 def decode_update(content: bytes) -> UpdateSettings:
     """The inverse of `encode_update`. Raises ValueError or TypeError for other content."""
-    return UpdateSettings(**json.loads(content))
+    numbers = json.loads(content)
+    # Journals had AdamW's decays until these were constants.
+    decays = numbers.pop("adam_beta1", BETAS[0]), numbers.pop("adam_beta2", BETAS[1])
+    if decays != BETAS:
+        raise ValueError(f"AdamW's decays are not {BETAS}")
+    return UpdateSettings(**numbers)
 
 
 class StepRecords(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -17,7 +18,17 @@ import pytest
 from faults import failing
 
 from peralta_zmq.errors import JournalError, OutageError
-from peralta_zmq.trainer.journal import DROPPED, GROUP, HEADER, RANGES, Journal, JournalRecord
+from peralta_zmq.learning.optimizer import UpdateSettings
+from peralta_zmq.trainer.journal import (
+    DROPPED,
+    GROUP,
+    HEADER,
+    RANGES,
+    Journal,
+    JournalRecord,
+    decode_update,
+    encode_update,
+)
 
 FRAMES = [b"first", b"the second one", b"3"]
 ENDS = [14, 37, 47]  # bytes after each record: 9 of header and the frame
@@ -255,3 +266,11 @@ def test_failed_begun_commit_is_reported_and_repeated(
         journal.begin_commit()
         assert all(attempts.acquire(timeout=30) for _ in range(3))
     assert journal.commit() and frames(journal, 4) == [b"frame"]  # there is room again
+
+
+def test_update_of_an_older_journal_is_read_if_its_decays_are_the_present_ones() -> None:
+    update = UpdateSettings(1e-3, weight_decay=0.1, max_grad_norm=1.0)
+    numbers = json.loads(encode_update(update)) | {"adam_beta1": 0.9, "adam_beta2": 0.95}
+    assert decode_update(json.dumps(numbers).encode()) == update
+    with pytest.raises(ValueError, match="AdamW's decays"):
+        decode_update(json.dumps(numbers | {"adam_beta2": 0.999}).encode())
