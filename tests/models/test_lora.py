@@ -486,3 +486,15 @@ def test_experts_that_peft_finds_by_name_get_no_adapters() -> None:
     model = random_model(FAMILIES["DeepSeek-V3"])
     with pytest.raises(ConfigError, match=r"adapter to model\.layers\.1\.mlp\.experts, which"):
         lora.add_adapters(model, rank=2, alpha=2, target_modules=["gate_proj", "up_proj"])
+
+
+def test_not_finite_adapter_is_rejected(store: WeightStore, subscriber: WeightSubscriber) -> None:
+    config, model, *_ = start_generator(store, subscriber)
+    adapter = next(each for each in model.parameters() if each.requires_grad)
+    adapter.data.div_(0)
+    published(config, model, store, 1)
+    assert subscriber.poll(timeout=0.5) is None
+    adapter.data.fill_(0.01)
+    published(config, model, store, 2)
+    staged = subscriber.poll(timeout=20)
+    assert staged is not None and staged.version.number == 2

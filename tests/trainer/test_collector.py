@@ -585,3 +585,15 @@ def test_journaled_groups_above_the_limits_are_dropped(stack: ExitStack, tmp_pat
     ).is_complete  # continues with new groups
     assert [group.group_number for group in again.collector.batch] == [5]
     assert again.collector.admission.ledger.outcomes == {"trained": 4, "invalid": 2}
+
+
+def test_sample_index_far_above_all_others_is_ignored(stack: ExitStack, tmp_path: Path) -> None:
+    scene = opened(stack, tmp_path, groups=3)
+    sender = sender_to(scene.address, stack)
+    for group_number, index in enumerate([5, 2**53, 9]):
+        group = dataclasses.replace(
+            group_of([1.0, 0.0], group_number=group_number), sample_index=index
+        )
+        assert sender.send(wire.encode_group(group), timeout=DEADLINE)
+    scene.collect()
+    assert scene.collector.curriculum.ranges.next_index == 10
