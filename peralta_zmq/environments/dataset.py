@@ -337,7 +337,7 @@ def problem_of_record(record: Record, task: str, prompt_column: str, system_prom
         messages = (Message("user", prompt),)
     if not words and not any(message.content.strip() for message in messages):
         raise ValueError("the prompt is empty")
-    if system_prompt and not words and messages[0].role != "system":
+    if system_prompt and not words and next(iter(messages)).role != "system":
         messages = (Message("system", system_prompt), *messages)
     return Problem(
         id=problem_id((task, *contents)),

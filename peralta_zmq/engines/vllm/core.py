@@ -12,10 +12,11 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,13 +25,15 @@ from peralta_zmq import models
 COMPILING = "compiling"  # torch begins to compile a function, which takes longer than a usual step
 
 
-class NewRequest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NewRequest:
     index: int
     prompt_ids: list[int]
     sampling: dict[str, Any]  # arguments of vllm.SamplingParams
 
 
-class Token(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Token:
     index: int  # of the request
     token_id: int
     logprob: float
