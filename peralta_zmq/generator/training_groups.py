@@ -206,7 +206,7 @@ class ProblemSource:
             start = newest.next_sample_index
             self._share = count_from(start + (index - start) % count, count)
             logger.warning(
-                "no sample range from the trainer; sampling every %d. problem, so that several "
+                "no sample range from the trainer; sampling one problem in %d, so that several "
                 "generators may sample the same ones",
                 count,
             )

@@ -97,7 +97,7 @@ def test_static_share_replaces_ranges_that_a_waiting_trainer_does_not_grant(
     assert source.draw(2) == [None] * 2  # the trainer computes a step
     source.announce(waiting)
     assert source.draw(2) == [100, 103]
-    assert "no sample range from the trainer; sampling every 3. problem, so" in caplog.text
+    assert "no sample range from the trainer; sampling one problem in 3, so" in caplog.text
     source.announce(waiting, range(102, 106))
     assert source.draw(2) == [104, 105]
 
