@@ -119,13 +119,19 @@ def test_replay_trains_rewards_of_turns_again(
         replay.main([str(continued.folder), *changed])
 
 
-def test_replay_leaves_out_old_deltas_whose_parents_were_removed(
-    continued: Continued, capsys: pytest.CaptureFixture[str]
-) -> None:
+def keyframe_and_deltas(continued: Continued) -> Path:
+    """The weights of a run of 4 steps: versions 0 and 4 are keyframes, 1 to 3 deltas."""
     kept = ("--weights.keep-last=10", "--train.learning-rate=0.00001")  # small deltas
     continued.train(*kept, max_steps=4, until=4)
     weights = continued.folder / "weights"
     assert sorted(file.parent.name[-1] for file in weights.glob("*/delta.bin")) == [*"123"]
+    return weights
+
+
+def test_replay_leaves_out_old_deltas_whose_parents_were_removed(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = keyframe_and_deltas(continued)
     shutil.rmtree(weights / "step_00000000")
     shutil.rmtree(weights / "step_00000001")
 
@@ -147,10 +153,7 @@ def test_replay_leaves_out_old_deltas_whose_parents_were_removed(
 def test_replay_names_damaged_versions_and_compares_the_rest(
     continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = ("--weights.keep-last=10", "--train.learning-rate=0.00001")  # small deltas
-    continued.train(*kept, max_steps=4, until=4)
-    weights = continued.folder / "weights"
-    assert sorted(file.parent.name[-1] for file in weights.glob("*/delta.bin")) == [*"123"]
+    weights = keyframe_and_deltas(continued)
     whole = shutil.copytree(weights, continued.folder / "whole")
 
     def check(expected: dict[int, str]) -> None:
