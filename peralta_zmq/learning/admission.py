@@ -1,6 +1,6 @@
 """Which rollout groups are trained, and the outcome of each group.
 
-Users see five reasons why a group is not trained, in summary, metrics, events and samples.jsonl.
+Summary, metrics, events and samples.jsonl give five reasons why a group is not trained.
 `Admission.admit` records the first outcome, in the order of `_decide`, that applies; a group with
 an outcome is settled.
 

@@ -132,7 +132,7 @@ class BatchCollector:
                 self.commit()
                 if (now := time.monotonic()) - last_warning >= 20.0:
                     last_warning = now
-                    live = sorted({sender.name for sender in self._generators.live()})
+                    live = sorted({sender.name for sender in self._generators.live})
                     text = no_rollouts_text(now - last_group, self.receiver.address, live)
                     self.session.run_log.wait(text)
                 yield []
@@ -172,7 +172,7 @@ class BatchCollector:
         num_samples = range_size(
             self.session.config,
             groups_in_step=self.acknowledgements.groups_in_step,
-            num_generators=len(suppliers or self._generators.live()),
+            num_generators=len(suppliers or self._generators.live),
             fraction_in_use=sizes["normal"] / max(1, sum(sizes.values())),
         )
         ranges.grant(senders, num_samples)
@@ -342,7 +342,7 @@ class Acknowledgements:
     ) -> None:
         """Announce the trainer's progress, and acknowledge the groups of all live senders."""
         ledger = self.admission.ledger
-        senders = self.generators.live()
+        senders = self.generators.live
         live = [sender.id for sender in senders]
         ranges = {sender.id: sender.sample_range for sender in senders if sender.sample_range}
         self.announcer.publish(

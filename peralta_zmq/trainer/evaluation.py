@@ -140,7 +140,7 @@ class EvaluationCoordinator:
             while (waiting or answering.is_busy) and not (stop.requested or current.complete):
                 yield
                 progress.update(current.num_answered)
-                may_start = time.monotonic() >= head_start_end or not self._generators.live()
+                may_start = time.monotonic() >= head_start_end or not self._generators.live
                 while may_start and waiting and answering.has_room:
                     problem = waiting.pop()
                     if not current.is_answered(problem.id):

@@ -104,6 +104,7 @@ class GeneratorRegistry:
         senders = [self.add_status(status, step=step) for status in received]
         if self._receiver.is_empty:
             self._received_until = time.monotonic()
+        self._remove_silent()
         return [sender for sender in senders if sender is not None]
 
     def add_status(self, status: wire.GeneratorStatus, *, step: int) -> Sender | None:
@@ -207,11 +208,15 @@ class GeneratorRegistry:
             del self._past[next(iter(self._past))]
         self._run_log.event("leave", **sender.event_fields)
 
-    def live(self) -> list[Sender]:
-        """Remove senders without a message in live_seconds; return all others."""
+    def _remove_silent(self) -> None:
+        """Remove senders without a message in live_seconds."""
         for sender in [*self._live.values()]:
             if self._received_until - sender.last_message >= self.limits.live_seconds:
                 self._remove(sender)
+
+    @property
+    def live(self) -> list[Sender]:
+        """The least recently active sender is first."""
         return [*self._live.values()]
 
     def is_live(self, sender_id: str) -> bool:
@@ -253,8 +258,7 @@ class GeneratorRegistry:
     def wait_for_final_statuses(self, *, step: int) -> None:
         """Wait for the status that each live generator sends at the end of the run."""
         deadline = time.monotonic() + self.limits.final_status_seconds
-        self.live()  # removes silent senders, which send no final status
-        self.receive_status(step=step)
+        self.receive_status(step=step)  # removes silent senders, which send no final status
         while self._live.keys() - self.num_made.keys():
             timeout = deadline - time.monotonic()
             if timeout <= 0.0:
@@ -268,7 +272,7 @@ class GeneratorRegistry:
         Senders with a group come first, because the number is limited.
         """
         metrics = dict[str, float]()
-        senders = sorted(self.live(), key=lambda sender: sender.first_group)
+        senders = sorted(self.live, key=lambda sender: sender.first_group)
         for sender in senders[: self.limits.max_in_metrics]:
             if status := sender.status:
                 prefix = f"gen/{sender.name}/"

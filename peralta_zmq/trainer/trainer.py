@@ -258,7 +258,7 @@ class Trainer:
             **result.metrics,
             **by_task,
             **self.collector.metrics(),
-            "generators": len(self.generators.live()),
+            "generators": len(self.generators.live),
             **self.generators.metrics(result.metrics),
             "step_time": step_time,
         }

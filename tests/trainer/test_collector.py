@@ -309,7 +309,7 @@ def range_of(
     def arrived() -> bool:
         sender.send(status)  # again and again: it is dropped until the connection stands
         scene.collector.grant_ranges(step)
-        return any(sender.status == status for sender in scene.generators.live())
+        return any(sender.status == status for sender in scene.generators.live)
 
     eventually(arrived)
     scene.collector.acknowledgements.publish(0, started_step=0)

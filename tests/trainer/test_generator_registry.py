@@ -89,7 +89,7 @@ def registry(
         def received() -> bool:
             ann.send(STATUS)
             empty.receive_status(step=1)
-            return bool(empty.live())
+            return bool(empty.live)
 
         eventually(received)
         yield empty
@@ -102,7 +102,7 @@ def status_of(sender_id: str, **fields: Any) -> wire.GeneratorStatus:
 
 
 def live(registry: GeneratorRegistry) -> list[str]:
-    return [sender.id for sender in registry.live()]
+    return [sender.id for sender in registry.live]
 
 
 @pytest.fixture

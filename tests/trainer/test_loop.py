@@ -188,7 +188,7 @@ def test_keyframe_request_of_a_generator_is_served_once(settings: list[str], por
 
         def deliver(status: wire.GeneratorStatus) -> None:
             # The first one may be lost.
-            while not any(known.status == status for known in trainer.generators.live()):
+            while not any(known.status == status for known in trainer.generators.live):
                 sender.send(status)
                 trainer.generators.receive_status(step=1)
 

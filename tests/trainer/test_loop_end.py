@@ -39,7 +39,7 @@ def test_long_last_evaluation_makes_no_generator_leave(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = complete(stack, tmp_path)
-    assert trainer.generators.live()
+    assert trainer.generators.live
     clock, passed, evaluate = time.monotonic, [0.0], trainer.evaluations.evaluate
 
     def evaluate_slowly(step: int) -> Iterator[None]:
