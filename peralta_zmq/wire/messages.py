@@ -1,6 +1,6 @@
 """Groups as messages: encode a group as one frame of bytes, decode and check frames.
 
-The frame is a msgpack map with four parts: the fields of RolloutGroup in ENVELOPE, those in
+The frame is a msgpack map with five parts: the fields of RolloutGroup in ENVELOPE, those in
 OPTIONAL unless they are None, the Columns (little-endian buffers with the contents of all
 rollouts), `format` (version of the format), and `crc32` (checksum of all bytes before). A prompt
 that all rollouts share is sent once. The logprobs and policy steps of context tokens are not sent:
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
+from operator import itemgetter
 from struct import Struct, pack
 from struct import error as StructError
 from typing import Any, NamedTuple, get_type_hints
@@ -95,6 +96,9 @@ class Columns(NamedTuple):
 
 
 REQUIRED = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type
+REQUIRED_TYPES = [*REQUIRED.values()]
+_required_of = itemgetter(*REQUIRED)  # message -> values
+_columns_of = itemgetter(*Columns._fields)
 FORMAT_LIMITS = GroupLimits(vocab_size=2**31)
 
 
@@ -251,14 +255,15 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
 def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[dict[str, Any], Columns]:
     if (version := check_type(message["format"], int, "format")) != FORMAT:
         raise ValueError(f"format {version} is not {FORMAT}; use one version of the program")
-    for name, expected in REQUIRED.items():
-        check_type(message[name], expected, name)
+    if [*map(type, _required_of(message))] != REQUIRED_TYPES:
+        for name, expected in REQUIRED.items():
+            check_type(message[name], expected, name)
     for name in OPTIONAL.keys() & message.keys():
         check_type(message[name], OPTIONAL[name], name)
     message_fields.check_checksum(frame, message.get("crc32"))
     envelope = {name: message.get(name) for name in (*ENVELOPE, *OPTIONAL)}
     check_envelope(envelope)
-    return envelope, Columns(**{name: message[name] for name in Columns._fields})
+    return envelope, Columns(*_columns_of(message))
 
 
 @lru_cache(maxsize=1024)  # making a Struct takes as long as unpacking with the Struct
