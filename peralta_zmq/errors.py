@@ -5,7 +5,7 @@ PeraltaError
  +-- WireError          ZeroMQ sockets, their keys, and the messages on them
  +-- StoreError         the weight store, where the trainer publishes weight versions
  |    +-- ChainError    a delta version (changes relative to an earlier version) lacks its base
- +-- JournalError       the trainer's journal of consumed rollouts, or a checkpoint
+ +-- JournalError       the trainer's journal of received groups, or a checkpoint
  +-- OutageError        a disk, folder or lock that may be usable later, so that a retry helps
  +-- TaskError          a task: its data files, and its reward function
  |    +-- RewardError   the reward of one completion

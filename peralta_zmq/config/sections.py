@@ -181,7 +181,7 @@ class EngineSection(Section):
     """native, hf, mlx, vllm, a custom engine (module:attribute), or auto = mlx on Apple silicon and
     vllm on CUDA if installed, else native"""
     slots: PositiveInt = 32
-    """completions that are sampled concurrently; a finished one is replaced at once"""
+    """completions that are sampled concurrently; each is replaced when it ends (not with hf)"""
     max_model_len: PositiveInt = 1024
     """tokens of prompt and completion per slot. Left out: as the longest prompt needs"""
     quantize: Bits | None = None
@@ -237,7 +237,7 @@ class WeightsSection(Section):
     keep_last: PositiveInt = 3
     """number of newest versions to keep"""
     keep_interval: PositiveInt | None = None
-    """keep every n-th version permanently; None = off"""
+    """keep versions whose number is a multiple of this; None = off"""
     keep_seconds: NonNegativeFloat = 10.0
     """minimum seconds to keep an old version, for slow readers (NAS: 600)"""
     poll_seconds: PositiveFloat = 2.0

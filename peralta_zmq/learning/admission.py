@@ -1,8 +1,7 @@
 """Which rollout groups are trained, and the outcome of each group.
 
 Summary, metrics, events and samples.jsonl give five reasons why a group is not trained.
-`Admission.admit` records the first outcome, in the order of `_decide`, that applies; a group with
-an outcome is settled.
+`Admission.admit` records one outcome; a group that has one is settled.
 
     reason       outcomes in the ledger
     no signal    no_signal: in the batch, but all rewards are equal, so its gradient is 0
@@ -59,7 +58,6 @@ class Admission:
         return decision if is_new else "duplicate"
 
     def _decide(self, group: RolloutGroup, step: int) -> Outcome:
-        """Return the first outcome, in the order of the module's table, that applies."""
         # The newest weights now are those of `step` - 1. A group sampled from later weights was
         # sampled before the run was rolled back.
         is_abandoned = group.newest_step >= step or group.weights_id in self.abandoned

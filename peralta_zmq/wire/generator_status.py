@@ -37,7 +37,7 @@ class GeneratorStatus:
     generator_id: str  # name of the generator
     incarnation: bytes
     made: int = 0  # groups made, including lost groups
-    lost: int = 0  # groups dropped: the outbox was full, or they could not be encoded
+    lost: int = 0  # groups dropped: the outbox was full, or no valid frame
     unscored: int = 0  # groups dropped because a reward could not be computed
     aborted: int = 0  # groups dropped in flight: the engine's process failed, or they became stale
     resumed: int = 0  # interrupted rollouts whose sampling was resumed

@@ -1,4 +1,4 @@
-"""Fault table rows 9 to 13, 23, 26, 39: network, trainer restarts, hostile clients."""
+"""Rows of the fault table: network, trainer restarts, hostile clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.generator.trainer_connection import Outbox
+from peralta_zmq.generator.trainer_link import Outbox
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.wire import generator_status
 from peralta_zmq.wire import rollout_sockets as wire_sockets
