@@ -34,7 +34,7 @@ from peralta_zmq.config import load_config
 from peralta_zmq.learning.distributed import SINGLE
 from peralta_zmq.models import lora
 from peralta_zmq.trainer.checkpoint import Checkpoint, write_checkpoint
-from peralta_zmq.trainer.policy import TrainedModel, open_trained_model
+from peralta_zmq.trainer.trained_model import TrainedModel, open_trained_model
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore

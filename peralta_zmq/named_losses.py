@@ -1,6 +1,6 @@
 """The named losses: the objective of each and its settings in [loss]; `--help loss`.
 
-`learning/losses.py` computes them. To add one, add it to LOSSES and to the table in `registry.py`.
+`learning/losses.py` computes them. To add one, add it to LOSSES.
 """
 
 from __future__ import annotations

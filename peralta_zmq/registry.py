@@ -20,16 +20,12 @@ from typing import Any, Literal, Protocol, TypeAlias, overload
 
 from peralta_zmq.errors import ConfigError, choices_text, described
 from peralta_zmq.imports import add_folder, import_object
+from peralta_zmq.named_losses import LOSSES
 from peralta_zmq.rollout import Completion, Problem, Request, Rollout
 from peralta_zmq.signatures import Signature, call_error
 
 Kind: TypeAlias = Literal["task", "engine", "loss", "advantage", "filter", "reward"]
 
-LOSS_NAMES = (
-    "reinforce", "grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gspo",
-    "importance", "importance_sequence", "dppo", "ipo", "ref_kl", "decoupled_ppo", "m2po",
-    "grpo_kl",
-)  # fmt: skip
 # Kind -> short name -> import path, for all plug-ins in this package.
 TABLES: dict[Kind, dict[str, str]] = {
     "task": {
@@ -48,7 +44,7 @@ TABLES: dict[Kind, dict[str, str]] = {
         "mlx": "peralta_zmq.engines.mlx",
         "vllm": "peralta_zmq.engines.vllm.vllm_engine:VllmEngine",
     },
-    "loss": dict.fromkeys(LOSS_NAMES, "peralta_zmq.learning.losses:policy_loss"),
+    "loss": dict.fromkeys(LOSSES, "peralta_zmq.learning.losses:policy_loss"),
     "advantage": {
         "group_mean": "peralta_zmq.learning.advantages:group_mean",
         "group_zscore": "peralta_zmq.learning.advantages:group_zscore",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"
 TYPES = {
     *("rollout", "errors", "atomic_files", "addresses"),
-    *("compiler", "imports", "malloc", "signatures"),
+    *("compiler", "imports", "malloc", "named_losses", "signatures"),
 }
 LEAVES = {
     *("config", "registry", "wire", "weights"),

@@ -13,7 +13,6 @@ import torch
 from peralta_zmq import models, registry
 from peralta_zmq.build.environments import make_demonstrations
 from peralta_zmq.config import Config
-from peralta_zmq.config.named_losses import LOSSES
 from peralta_zmq.config.objective_sections import AdvantageSection, LossSection
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.learning import losses
@@ -37,6 +36,7 @@ from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.models.rotary import check_length
 from peralta_zmq.models.rounding import grid_noise, off_grid
 from peralta_zmq.models.scorer import Scorer
+from peralta_zmq.named_losses import LOSSES
 from peralta_zmq.signatures import Signature
 
 logger = logging.getLogger(__name__)

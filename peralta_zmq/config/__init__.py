@@ -5,7 +5,6 @@ table [train] of a TOML file, or the option --train.learning-rate.
 
     sections, training_sections,
     objective_sections            one pydantic model per TOML section
-    named_losses                  the shipped losses, as objectives with settings of [loss]
     schema                        `Config`: all sections, and checks across them
     load                          command line and TOML files -> Config; --help
     foreign_names                 error messages for unknown settings, with the right name

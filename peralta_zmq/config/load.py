@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_config import ConfigFileError, cli  # pyright: ignore[reportMissingTypeStubs]
 from pydantic_core import ErrorDetails
 
-from peralta_zmq.config import named_losses
+from peralta_zmq import named_losses
 from peralta_zmq.config.foreign_names import (
     removed_hint,
     shorten,

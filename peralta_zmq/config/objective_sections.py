@@ -17,7 +17,6 @@ from pydantic import (
     model_validator,
 )
 
-from peralta_zmq.config.named_losses import LOSSES
 from peralta_zmq.config.sections import (
     CommaSeparated,
     Fraction,
@@ -29,6 +28,7 @@ from peralta_zmq.config.sections import (
     Text,
 )
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.named_losses import LOSSES
 
 CorrectionMode: TypeAlias = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"

@@ -19,7 +19,7 @@ from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.held_out import examples_for
 from peralta_zmq.errors import TaskError
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue
-from peralta_zmq.generator.trainer_connection import TrainerConnection
+from peralta_zmq.generator.trainer_link import TrainerLink
 from peralta_zmq.generator.training_groups import TrainingGroups, own_share, sampling_seed
 from peralta_zmq.generator.weight_sync import ServedWeights
 from peralta_zmq.rollout import Score
@@ -36,7 +36,7 @@ class EvaluationGroups:
         reader: dry_run.PromptReader,
         training: TrainingGroups,
         weights: ServedWeights,
-        link: TrainerConnection,
+        link: TrainerLink,
         rewards: ScoringQueue,
     ) -> None:
         self._config = config

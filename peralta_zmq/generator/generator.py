@@ -21,7 +21,7 @@ from peralta_zmq.generator import serving
 from peralta_zmq.generator.evaluation_groups import EvaluationGroups
 from peralta_zmq.generator.scoring import ScoringQueue
 from peralta_zmq.generator.serving.chats import ChatQueue
-from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
+from peralta_zmq.generator.trainer_link import Sockets, TrainerLink
 from peralta_zmq.generator.training_groups import TrainingGroups
 from peralta_zmq.generator.weight_sync import (
     ServedWeights,
@@ -40,8 +40,8 @@ def run(config: Config) -> None:
 
     After a failed allocation it starts again with half the slots, and with the settings of another
     run when the weights belong to it. Raises ConfigError, StoreError (a LoRA adapter of another
-    base), TaskError (unusable problems), WireError (the trainer refuses the keys) and
-    OutOfMemoryError.
+    base), TaskError (unusable problems), WireError (the trainer refuses the keys),
+    EngineProcessError (it fails again and again) and OutOfMemoryError.
     """
     while True:
         try:
@@ -113,7 +113,7 @@ def run_once(config: Config) -> None:
         weights = ServedWeights(
             subscriber, version, between_groups=config.weights.update == "between_groups"
         )
-        connection = TrainerConnection(
+        link = TrainerLink(
             Sockets(announcements, rollouts, statuses, trainer),
             weights,
             name=name,
@@ -122,7 +122,7 @@ def run_once(config: Config) -> None:
             outbox_limit=outbox_limit(config),
             max_steps=config.train.max_steps,
         )
-        Generator(config, engine, reader, environments, weights, connection, chats).run()
+        Generator(config, engine, reader, environments, weights, link, chats).run()
 
 
 def outbox_limit(config: Config) -> int:
@@ -141,7 +141,7 @@ class Generator:
         reader: dry_run.PromptReader,
         environments: Environments,
         weights: ServedWeights,
-        link: TrainerConnection,
+        link: TrainerLink,
         chats: ChatQueue,
     ) -> None:
         self._engine = engine

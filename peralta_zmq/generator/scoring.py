@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from peralta_zmq.errors import RewardError, RewardUnavailableError
-from peralta_zmq.generator.trainer_connection import TrainerConnection
+from peralta_zmq.generator.trainer_link import TrainerLink
 from peralta_zmq.generator.weight_sync import ServedWeights
 from peralta_zmq.rollout import Completion, Problem, Rollout, RolloutGroup, Score, rollout_of
 
@@ -41,7 +41,7 @@ class SampledGroup:
 class ScoringQueue:
     """Groups in the order in which their completions ended."""
 
-    def __init__(self, weights: ServedWeights, link: TrainerConnection) -> None:
+    def __init__(self, weights: ServedWeights, link: TrainerLink) -> None:
         self._weights = weights
         self._link = link
         self._groups: deque[SampledGroup] = deque()

@@ -50,7 +50,7 @@ class Throughput:
         )
 
 
-class TrainerConnection:
+class TrainerLink:
     """Exchanges messages with the trainer and keeps groups until they are durable.
 
     An announcement of another run than that of the weights in use only triggers a poll for newer
@@ -122,8 +122,8 @@ class TrainerConnection:
     def exchange(self, *, timeout: float = 0.0, is_idle: bool = False) -> None:
         """Send a due status and the groups that are due; receive announcements.
 
-        All sockets are served here. Waits up to `timeout` seconds for a new announcement;
-        `is_idle`: because no group could be started.
+        All sockets of the running generator are served here. Waits up to `timeout` seconds for a
+        new announcement; `is_idle`: because no group could be started.
         """
         started = time.monotonic()
         must_request = self.ranges.needs_range and not self.ranges.is_requested
@@ -260,7 +260,7 @@ class Outbox:
     ) -> None:
         self.sender = sender  # 'NAME/INCARNATION', as in announcements
         self.next_group_number = 0  # also the number of finished groups
-        self.num_lost = 0  # groups dropped because the outbox was full or encoding failed
+        self.num_lost = 0  # groups dropped: the outbox was full, or no valid frame
         self.must_resend = False  # send all frames again that the trainer has not received
         self._limit = limit
         self._resend_seconds = resend_seconds

@@ -22,7 +22,7 @@ from peralta_zmq.environments.curriculum import ProblemSampler, is_in_bitmap
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue
-from peralta_zmq.generator.trainer_connection import SILENCE_SECONDS, TrainerConnection
+from peralta_zmq.generator.trainer_link import SILENCE_SECONDS, TrainerLink
 from peralta_zmq.generator.weight_sync import ServedWeights
 from peralta_zmq.rollout import Problem
 
@@ -42,7 +42,7 @@ class TrainingGroups:
         config: Config,
         environments: Environments,
         weights: ServedWeights,
-        link: TrainerConnection,
+        link: TrainerLink,
         rewards: ScoringQueue,
     ) -> None:
         self._config = config
@@ -148,7 +148,7 @@ class ProblemSource:
         self,
         config: Config,
         environments: Environments,
-        link: TrainerConnection,
+        link: TrainerLink,
         *,
         range_timeout: float = 30.0,
     ) -> None:

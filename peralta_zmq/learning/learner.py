@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
-from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.advantages import (
     Advantage,
@@ -38,6 +37,14 @@ from peralta_zmq.learning.demonstrations import Demonstrations
 from peralta_zmq.learning.distributed import SINGLE, Ranks, gather_tensor, shard_tensor
 from peralta_zmq.learning.losses import TokenLoss
 from peralta_zmq.learning.master_weights import MasterWeights
+from peralta_zmq.learning.optimizer import (
+    OPTIMS,
+    Optim,
+    UpdateSettings,
+    make_optimizer,
+    set_state,
+    state_of,
+)
 from peralta_zmq.learning.packing import (
     MicroBatch,
     PackedSample,
@@ -65,7 +72,7 @@ from peralta_zmq.rollout import RolloutGroup
 class LearnerSettings:
     """Functions, models and numbers of the training, named as in the config."""
 
-    update: Callable[[int], adamw.UpdateSettings]  # numbers of the updates of a step
+    update: Callable[[int], UpdateSettings]  # numbers of the updates of a step
     compute_logprobs: ComputeLogprobs  # the policy's forward pass
     compute_with_entropy: ComputeLogprobsAndEntropy | None = None
     """Replaces it for a loss with an entropy bonus."""
@@ -79,7 +86,7 @@ class LearnerSettings:
     advantage: AdvantageFunction
     term_weights: TermWeights | None = None  # see `advantages_of`
     filters: Sequence[Filter] = ()
-    optim: adamw.Optim = "adamw"
+    optim: Optim = "adamw"
     packing: Packing
     num_minibatches: int = 1  # of a step, which has at least one group for each
     num_iterations: int = 1  # updates on each mini-batch
@@ -135,12 +142,12 @@ class Learner:
         self._settings = settings
         self._current = StepInProgress()  # of step `self.step + 1`
         self._device = next(iter(parameters.values())).device
-        self._optimizer = adamw.make_optimizer(parameters, optim=settings.optim)
+        self._optimizer = make_optimizer(parameters, optim=settings.optim)
         if (masters := settings.masters) is not None:
             masters.attach(self._optimizer)
 
     @property
-    def next_update(self) -> adamw.UpdateSettings:
+    def next_update(self) -> UpdateSettings:
         """Numbers of the updates of step `self.step + 1`, according to the settings."""
         return self._settings.update(self.step + 1)
 
@@ -150,7 +157,7 @@ class Learner:
         return self._current.seconds
 
     def learn(
-        self, groups: Sequence[RolloutGroup], *, repeated: adamw.UpdateSettings | None = None
+        self, groups: Sequence[RolloutGroup], *, repeated: UpdateSettings | None = None
     ) -> StepResult:
         """Take a whole step: `add`, then `finish_step`."""
         self.add(groups)
@@ -194,7 +201,7 @@ class Learner:
         current.seconds += time.monotonic() - started
         return True
 
-    def finish_step(self, *, repeated: adamw.UpdateSettings | None = None) -> StepResult:
+    def finish_step(self, *, repeated: UpdateSettings | None = None) -> StepResult:
         """Take step `self.step + 1` on the added groups.
 
         `repeated` has the numbers of a step that a restarted trainer repeats. Raises TrainingError
@@ -330,12 +337,12 @@ class Learner:
         """Tensors of a checkpoint by path, unsharded; only rank 0 gets all tensors.
 
         The random state is that at the end of the newest step. Paths: model/NAME, remainder/NAME
-        (`MasterWeights`), OPTIM/KIND/NAME (`adamw.state_of`), reference/NAME (with sync_steps),
+        (`MasterWeights`), OPTIM/KIND/NAME (`state_of`), reference/NAME (with sync_steps),
         rng/torch, skipped, demonstrations.
         """
         gather = partial(gather_tensor, rank=self._settings.ranks.rank)
         tensors = {path: gather(tensor) for path, tensor in self._live_tensors().items()}
-        for name, kinds in adamw.state_of(self._optimizer, self._parameters).items():
+        for name, kinds in state_of(self._optimizer, self._parameters).items():
             for kind, tensor in kinds.items():
                 tensors[f"{self._settings.optim}/{kind}/{name}"] = gather(tensor)
         skipped = torch.tensor([self._num_skipped, self._num_skipped_in_a_row])
@@ -366,7 +373,7 @@ class Learner:
                 _, kind, name = path.split("/", 2)
                 shard = shard_tensor(tensors[path], self._parameters[name])
                 optimizer_state.setdefault(name, {})[kind] = shard
-        adamw.set_state(self._optimizer, self._parameters, optimizer_state)
+        set_state(self._optimizer, self._parameters, optimizer_state)
         torch.set_rng_state(tensors["rng/torch"])
         self._num_skipped, self._num_skipped_in_a_row = tensors["skipped"].tolist()
         self.step = step
@@ -398,6 +405,6 @@ class Learner:
             raise ValueError("its train.master_noise or weights.dtype is another")
         if missing := live - tensors.keys():
             raise ValueError(f"it has no {min(missing)}, because train.ref_sync_steps was not set")
-        optims = {path.partition("/")[0] for path in tensors} & set(adamw.OPTIMS)
+        optims = {path.partition("/")[0] for path in tensors} & set(OPTIMS)
         if other := optims - {self._settings.optim}:
             raise ValueError(f"its train.optim is {min(other)}, not {self._settings.optim}")

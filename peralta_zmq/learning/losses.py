@@ -24,9 +24,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from peralta_zmq.config.named_losses import LOSSES, NamedLoss
 from peralta_zmq.config.objective_sections import LossSection
 from peralta_zmq.errors import ConfigError
+from peralta_zmq.named_losses import LOSSES, NamedLoss
 
 # Bounds of |lr|, so that the ratio of a very improbable token stays finite.
 MAX_LOG_RATIO = 20.0  # default

@@ -7,8 +7,8 @@ An update excludes
   they are not, the policy is the cause, not the group.
 
 The decision depends only on the group, its micro-batch and the policy, so that a restarted trainer
-excludes the same groups. Excluded tokens count in the means of the update, because the divisor must
-be known before the first backward pass.
+excludes the same groups. Excluded tokens count in the means of the update, because its divisor must
+not depend on results of one micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from peralta_zmq.learning import optimizer as adamw
 from peralta_zmq.learning import step_metrics
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.learning.losses import (
@@ -32,6 +31,7 @@ from peralta_zmq.learning.losses import (
     ratio_of,
     sequence_sum,
 )
+from peralta_zmq.learning.optimizer import clip_and_step
 from peralta_zmq.learning.packing import MicroBatch
 from peralta_zmq.learning.reference_models import ComputeLogprobs, ComputeLogprobsAndEntropy
 from peralta_zmq.learning.step_metrics import Mismatch, UpdateSums
@@ -100,7 +100,7 @@ def update_parameters(
     sums = sums.over_ranks(ranks)
     has_no_loss = not sums.num_usable and NOT_FINITE in sums.excluded.values()
     has_gradient = sums.num_usable or (sft is not None and not has_no_loss)
-    grad_norm = adamw.clip_and_step(optimizer, max_grad_norm, ranks) if has_gradient else 0.0
+    grad_norm = clip_and_step(optimizer, max_grad_norm, ranks) if has_gradient else 0.0
     optimizer.zero_grad()
     skip_reason = ""
     if has_no_loss or not math.isfinite(grad_norm):

@@ -16,9 +16,9 @@ from peralta_zmq import atomic_files
 from peralta_zmq.atomic_files import failpoint
 from peralta_zmq.errors import JournalError, OutageError, failure_text
 from peralta_zmq.trainer.collector import BatchCollector
-from peralta_zmq.trainer.policy import TrainedModel
 from peralta_zmq.trainer.ranks import PolicyLearner
 from peralta_zmq.trainer.session import Session
+from peralta_zmq.trainer.trained_model import TrainedModel
 from peralta_zmq.weights import tensor_set
 
 CHECKPOINTS = "checkpoints"  # folder in the run folder

@@ -23,8 +23,8 @@ from peralta_zmq.errors import ConfigError, TaskError
 from peralta_zmq.registry import Engine
 from peralta_zmq.rollout import Answer, Problem, RolloutGroup, Score
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry
-from peralta_zmq.trainer.policy import TrainedModel
 from peralta_zmq.trainer.session import Session
+from peralta_zmq.trainer.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)
 

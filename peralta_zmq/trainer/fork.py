@@ -22,8 +22,8 @@ from peralta_zmq.models import lora
 from peralta_zmq.trainer import checkpoint
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS, Checkpoint
 from peralta_zmq.trainer.journal import JOURNAL, files_in
-from peralta_zmq.trainer.policy import TrainedModel, base_of, trained_text
 from peralta_zmq.trainer.session import StopSignal, known_run_id, wait_out
+from peralta_zmq.trainer.trained_model import TrainedModel, base_of, trained_text
 from peralta_zmq.weights.replica import load_version
 from peralta_zmq.weights.store import WEIGHTS_FILE, WeightStore
 from peralta_zmq.weights.tensor_set import FileTensors

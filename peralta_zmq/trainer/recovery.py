@@ -31,15 +31,15 @@ from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.checkpoint import CHECKPOINTS
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.journal import JOURNAL
-from peralta_zmq.trainer.policy import (
+from peralta_zmq.trainer.ranks import PolicyLearner
+from peralta_zmq.trainer.session import Session
+from peralta_zmq.trainer.trained_model import (
     PolicyPublisher,
     TrainedModel,
     base_of,
     group_limits,
     trained_text,
 )
-from peralta_zmq.trainer.ranks import PolicyLearner
-from peralta_zmq.trainer.session import Session
 
 ALL_REFUSED = "all groups are refused"  # reason for skipping a journaled step
 

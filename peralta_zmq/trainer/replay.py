@@ -34,7 +34,6 @@ from peralta_zmq.models import frozen_base, lora
 from peralta_zmq.observe.metrics import EVENTS, number, read_rows
 from peralta_zmq.observe.terminal import progress_on_stderr
 from peralta_zmq.trainer import checkpoint, journal
-from peralta_zmq.trainer.policy import group_limits, write_merged
 from peralta_zmq.trainer.ranks import (
     PolicyLearner,
     join,
@@ -44,6 +43,7 @@ from peralta_zmq.trainer.ranks import (
 )
 from peralta_zmq.trainer.recovery import ALL_REFUSED, skip_step
 from peralta_zmq.trainer.session import known_run_id
+from peralta_zmq.trainer.trained_model import group_limits, write_merged
 from peralta_zmq.weights.replica import STATE, load_version
 from peralta_zmq.weights.store import RUN_FILE, WEIGHTS_FILE, Version, WeightStore, version_of_step
 from peralta_zmq.weights.tensor_set import FileTensors

@@ -14,8 +14,8 @@ from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import TaskError
 from peralta_zmq.rollout import CUT_OFF, Answer
 from peralta_zmq.trainer.evaluation import Answering
-from peralta_zmq.trainer.policy import TrainedModel
 from peralta_zmq.trainer.session import StopSignal
+from peralta_zmq.trainer.trained_model import TrainedModel
 
 
 def start_lines(

@@ -29,7 +29,7 @@ from peralta_zmq.learning.step_metrics import (
 )
 from peralta_zmq.observe.trackers import check_trackers
 from peralta_zmq.rollout import RolloutGroup
-from peralta_zmq.trainer import evaluation, fork, policy, session
+from peralta_zmq.trainer import evaluation, fork, session, trained_model
 from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.early_stop import EarlyStop
@@ -88,16 +88,16 @@ class Trainer:
         held_out = dry_run.usable_environments(config, held_out, "eval", reader)
         dry_run.log([dry_run.check_end_tokens(reader.tokenizer)])
         pools = _open_pools(config, train)
-        self.policy = policy.open_trained_model(config, reader.tokenizer, ranks)
+        self.policy = trained_model.open_trained_model(config, reader.tokenizer, ranks)
         end_ids = models.folder_end_ids(self.policy.base_folder, reader.tokenizer)
         self._special_ids = models.special_ids(reader.tokenizer) - {*end_ids}
         self._forked = fork.fork_if_new(config, self.policy, stop)
-        limits = policy.group_limits(config, self.policy.model)
+        limits = trained_model.group_limits(config, self.policy.model)
         authenticator = session.open_authenticator(config, stack, stop, is_new=identity.is_new)
         receiver, status_receiver, announcer, address_file = session.open_sockets(
             config, stack, run_id, limits, train.digest, authenticator
         )
-        store = policy.open_store(config)
+        store = trained_model.open_store(config)
         identity = replace(identity, tokenizer=self.policy.manifest_fields["tokenizer"])
         run_log, journal = session.open_run_folder(
             config, stack, store, identity, address_file, stop
@@ -106,7 +106,7 @@ class Trainer:
             run_log.note(f"training on {ranks.world_size} ranks")
         self._data = train, held_out
         self.session = session.Session(config, run_id, run_log, announcer, address_file, stop)
-        self.publishing = policy.PolicyPublisher(self.session, store, self.policy, stack)
+        self.publishing = trained_model.PolicyPublisher(self.session, store, self.policy, stack)
         self.generators = GeneratorRegistry(status_receiver, run_log, self.policy.worker_info)
         self.evaluations = evaluation.EvaluationCoordinator(
             self.session, held_out, self.policy, self.generators
@@ -310,7 +310,9 @@ class Trainer:
         self.session.wait_out(self._close_run)
 
     def _close_run(self) -> None:
-        folder = policy.final_weights(self.session.config, self.policy, self.publishing.store)
+        folder = trained_model.final_weights(
+            self.session.config, self.policy, self.publishing.store
+        )
         accounting = self.collector.accounting()
         self.session.run_log.close_run(folder, accounting, self.generators.num_made)
 

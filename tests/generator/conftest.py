@@ -9,7 +9,7 @@ import pytest
 from generators import Scene
 
 from peralta_zmq import wire
-from peralta_zmq.generator.trainer_connection import Sockets
+from peralta_zmq.generator.trainer_link import Sockets
 from peralta_zmq.weights.store import WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from peralta_zmq.generator import trainer_connection
-from peralta_zmq.generator.trainer_connection import Outbox
+from peralta_zmq.generator import trainer_link
+from peralta_zmq.generator.trainer_link import Outbox
 from peralta_zmq.wire import Announcement
 
 SENDER = "ann/00"
@@ -17,7 +17,7 @@ UNLISTED = Announcement("run", incarnation=b"1")  # acknowledges nothing
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(trainer_connection.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trainer_link.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -13,7 +13,7 @@ from sample_data import VOCAB_SIZE, group_of
 from sockets import ANYWHERE, DEADLINE, eventually, unused_address
 
 from peralta_zmq import wire
-from peralta_zmq.generator.trainer_connection import Throughput
+from peralta_zmq.generator.trainer_link import Throughput
 
 RUN = "run"  # of the fixtures' weight store
 

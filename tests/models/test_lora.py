@@ -39,7 +39,7 @@ from peralta_zmq.models.frozen_layers import unpacked_weights
 from peralta_zmq.observe.metrics import read_rows
 from peralta_zmq.registry import EngineSettings, WeightUpdate
 from peralta_zmq.rollout import Request, RolloutGroup, Sampling, rollout_of
-from peralta_zmq.trainer import policy
+from peralta_zmq.trainer import trained_model
 from peralta_zmq.weights.store import Version, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 from tools.link_proxy import free_ports
@@ -75,7 +75,7 @@ def some_groups(step: int, rewards: tuple[float, ...] = (1, 0, 0, 1)) -> list[Ro
 
 
 def published(config: Config, model: Any, store: WeightStore, step: int) -> Version:
-    companions, fields = policy.version_files(config, models.EMBEDDED, model, tokenizer())
+    companions, fields = trained_model.version_files(config, models.EMBEDDED, model, tokenizer())
     weights = lora.published_weights(model)
     return store.publish(step, weights, companions=companions, about=fields)
 
@@ -296,7 +296,7 @@ def test_adapter_of_a_base_with_other_values_is_rejected(
 ) -> None:
     config, model, version, sampler = start_generator(store, subscriber, "--lora.base-dtype=nf4")
     before = sampled(sampler)
-    _, about = policy.version_files(config, models.EMBEDDED, model, tokenizer())
+    _, about = trained_model.version_files(config, models.EMBEDDED, model, tokenizer())
     changed = {name: value for name, value in {**about, **fields}.items() if value is not None}
     store.publish(1, lora.published_weights(model), companions={}, about=changed)
     assert subscriber.poll(timeout=20) is not None
@@ -316,7 +316,7 @@ def test_generator_start_rejects_a_base_with_other_values(
     fields: dict[str, str], words: str, store: WeightStore, subscriber: WeightSubscriber
 ) -> None:
     config, model = trained("--lora.base-dtype=nf4")
-    _, about = policy.version_files(config, models.EMBEDDED, model, tokenizer())
+    _, about = trained_model.version_files(config, models.EMBEDDED, model, tokenizer())
     weights = lora.published_weights(model)
     store.publish(0, weights, companions={}, about={**about, **fields})
     staged = subscriber.poll(timeout=20)
@@ -352,7 +352,7 @@ def test_final_weights_load_in_transformers_and_peft(tmp_path: Path) -> None:
     ids = torch.arange(3, 20)[None]
     expected = model(ids).logits.detach()
     for _ in range(2):  # the same run may end twice
-        merged = policy.export_adapter(config, tmp_path, models.EMBEDDED, model, tokenizer())
+        merged = trained_model.export_adapter(config, tmp_path, models.EMBEDDED, model, tokenizer())
     cpu = torch.device("cpu")
     whole = models.load_model(merged, device=cpu, dtype=torch.float32)
     assert not lora.has_adapters(whole)
@@ -373,7 +373,9 @@ def test_merged_weights_stay_exact_when_loaded_without_a_dtype(
     (base / "config.json").write_text(json.dumps({**settings, "dtype": "bfloat16"}))
     config, model = trained(f"--lora.base-dtype={base_dtype}")
     build.make_learner(config, model).learn(some_groups(1))
-    merged = policy.export_adapter(config, tmp_path, base, model, models.load_tokenizer(base))
+    merged = trained_model.export_adapter(
+        config, tmp_path, base, model, models.load_tokenizer(base)
+    )
     ids = torch.arange(3, 20)[None]
     assert are_exact_logits(AutoModelForCausalLM.from_pretrained(merged)(ids).logits, model, ids)
 

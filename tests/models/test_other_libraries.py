@@ -23,7 +23,7 @@ from families import FAMILIES, random_model
 
 from peralta_zmq import models
 from peralta_zmq.engines.vllm.refusals import installed_version
-from peralta_zmq.trainer.policy import write_merged
+from peralta_zmq.trainer.trained_model import write_merged
 
 RESULTS = Path(__file__).parent / "other_libraries.json"
 STUBS = Path(__file__).parents[1] / "support" / "without_torchvision"

@@ -22,7 +22,7 @@ from peralta_zmq.generator.evaluation_groups import EvaluationGroups
 from peralta_zmq.generator.generator import Generator, outbox_limit
 from peralta_zmq.generator.scoring import ScoringQueue
 from peralta_zmq.generator.serving.chats import ChatQueue
-from peralta_zmq.generator.trainer_connection import Sockets, TrainerConnection
+from peralta_zmq.generator.trainer_link import Sockets, TrainerLink
 from peralta_zmq.generator.training_groups import TrainingGroups
 from peralta_zmq.generator.weight_sync import ServedWeights, apply_newest
 from peralta_zmq.registry import WeightUpdate
@@ -130,7 +130,7 @@ class OpenedGenerator:
     reader: PromptReader
     environments: Environments
     weights: ServedWeights
-    link: TrainerConnection
+    link: TrainerLink
 
     def run(self) -> list[RolloutGroup]:
         """Run until the end of the run; returns the groups in the outbox."""
@@ -173,7 +173,7 @@ def generator_of(
     weights = ServedWeights(
         subscriber, version, between_groups=config.weights.update == "between_groups"
     )
-    link = TrainerConnection(
+    link = TrainerLink(
         sockets, weights, name="ann", incarnation=b"bootboot", worker_info={"python": "3.11"},
         outbox_limit=outbox_limit(config), max_steps=config.train.max_steps,
     )  # fmt: skip

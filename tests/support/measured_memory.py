@@ -25,7 +25,7 @@ from peralta_zmq.learning.distributed import SINGLE
 from peralta_zmq.memory import Machine, Role
 from peralta_zmq.models import lora
 from peralta_zmq.rollout import Request, RolloutGroup
-from peralta_zmq.trainer import policy
+from peralta_zmq.trainer import trained_model
 from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import WeightStore
 
@@ -90,7 +90,7 @@ def train(config: Config, folder: Path) -> int:
     Returns the bytes of mapped weights.
     """
     tokenizer = models.load_tokenizer(models.model_folder(config.model.name))
-    opened = policy.open_trained_model(config, tokenizer, SINGLE)
+    opened = trained_model.open_trained_model(config, tokenizer, SINGLE)
     vocab_size = int(opened.model.config.vocab_size)
     groups = [group(config, vocab_size, number=each) for each in range(config.groups_per_step)]
     with tempfile.TemporaryDirectory() as published:

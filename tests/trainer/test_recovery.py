@@ -23,7 +23,7 @@ from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import replay
 from peralta_zmq.trainer.journal import HEADER
-from peralta_zmq.trainer.policy import PolicyPublisher
+from peralta_zmq.trainer.trained_model import PolicyPublisher
 from peralta_zmq.trainer.trainer import Trainer
 from peralta_zmq.weights.store import Version
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peralta_zmq import wire
-from peralta_zmq.generator.trainer_connection import HeldRanges
+from peralta_zmq.generator.trainer_link import HeldRanges
 from peralta_zmq.trainer.generator_registry import Sender
 from peralta_zmq.trainer.sample_ranges import MAX_SAMPLES_AHEAD, SampleRanges
 

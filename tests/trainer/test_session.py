@@ -20,7 +20,7 @@ from trainer_sessions import Session
 from peralta_zmq.config import Config, load_config
 from peralta_zmq.errors import ConfigError, OutageError, WireError, failure_text
 from peralta_zmq.observe.metrics import METRICS, read_rows
-from peralta_zmq.trainer import policy, trainer
+from peralta_zmq.trainer import trained_model, trainer
 from peralta_zmq.trainer.journal import JOURNAL
 from peralta_zmq.trainer.session import StopSignal, known_run_id, lock, wait_out, write_identity
 from peralta_zmq.trainer.trainer import Trainer
@@ -157,7 +157,7 @@ def test_run_folder_that_is_unmounted_during_a_start_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, away = config_in(tmp_path), tmp_path / "away"
-    folder, open_store = config.run_folder, policy.open_store
+    folder, open_store = config.run_folder, trained_model.open_store
     run_id = start_and_end(config)
 
     def unmount(config: Config) -> WeightStore:
@@ -169,7 +169,7 @@ def test_run_folder_that_is_unmounted_during_a_start_is_waited_for(
         folder.rmdir()  # raises an error if the trainer has written into it
         away.rename(folder)
 
-    monkeypatch.setattr(policy, "open_store", unmount)
+    monkeypatch.setattr(trained_model, "open_store", unmount)
     on_pause(monkeypatch, mount)
     with ExitStack() as stack:
         again = Trainer(config, stack)
@@ -267,14 +267,14 @@ def test_new_run_that_another_trainer_has_started_is_refused_and_kept(
 ) -> None:
     """Both trainers start at the same time; the other one has ended already."""
     config = config_in(tmp_path)
-    open_model = policy.open_trained_model
+    open_model = trained_model.open_trained_model
 
     def opened(*arguments: Any) -> Any:
         config.run_folder.mkdir(parents=True)
         write_identity(config.run_folder, run_id="demo-1", weights=None)
         return open_model(*arguments)
 
-    monkeypatch.setattr(policy, "open_trained_model", opened)
+    monkeypatch.setattr(trained_model, "open_trained_model", opened)
     with pytest.raises(ConfigError, match="another trainer uses "):
         trainer.run(config)
     assert known_run_id(config.run_folder) == "demo-1"

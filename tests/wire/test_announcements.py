@@ -25,7 +25,7 @@ from sockets import (
 
 from peralta_zmq import wire
 from peralta_zmq.errors import WireError
-from peralta_zmq.generator.trainer_connection import Outbox
+from peralta_zmq.generator.trainer_link import Outbox
 from peralta_zmq.learning.admission import Ledger
 from peralta_zmq.trainer.collector import MAX_SUPPLIERS
 from peralta_zmq.trainer.generator_registry import RegistryLimits
