@@ -343,6 +343,7 @@ class Acknowledgements:
     ) -> None:
         """Announce the trainer's progress, and acknowledge the groups of all live senders."""
         ledger = self.admission.ledger
+        self.generators.remove_silent()
         senders = self.generators.live
         live = [sender.id for sender in senders]
         ranges = {sender.id: sender.sample_range for sender in senders if sender.sample_range}

@@ -108,6 +108,7 @@ class EvaluationCoordinator:
         generators: GeneratorRegistry,
     ) -> None:
         self.held_out = held_out
+        self.head_start_seconds = 10.0  # of live generators, before the trainer samples too
         self._session = session
         self._policy = policy
         self._generators = generators
@@ -135,7 +136,7 @@ class EvaluationCoordinator:
             closing(answering),
             run_log.progress(f"evaluating step {step}", len(self.held_out.problems)) as progress,
         ):
-            head_start_end = time.monotonic() + 10.0  # for live generators
+            head_start_end = time.monotonic() + self.head_start_seconds
             waiting = list(self.held_out.problems)  # the last one is the first to be answered
             while (waiting or answering.is_busy) and not (stop.requested or current.complete):
                 yield

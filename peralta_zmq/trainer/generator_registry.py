@@ -104,7 +104,6 @@ class GeneratorRegistry:
         senders = [self.add_status(status, step=step) for status in received]
         if self._receiver.is_empty:
             self._received_until = time.monotonic()
-        self._remove_silent()
         return [sender for sender in senders if sender is not None]
 
     def add_status(self, status: wire.GeneratorStatus, *, step: int) -> Sender | None:
@@ -208,7 +207,7 @@ class GeneratorRegistry:
             del self._past[next(iter(self._past))]
         self._run_log.event("leave", **sender.event_fields)
 
-    def _remove_silent(self) -> None:
+    def remove_silent(self) -> None:
         """Remove senders without a message in live_seconds."""
         for sender in [*self._live.values()]:
             if self._received_until - sender.last_message >= self.limits.live_seconds:
@@ -258,7 +257,8 @@ class GeneratorRegistry:
     def wait_for_final_statuses(self, *, step: int) -> None:
         """Wait for the status that each live generator sends at the end of the run."""
         deadline = time.monotonic() + self.limits.final_status_seconds
-        self.receive_status(step=step)  # removes silent senders, which send no final status
+        self.remove_silent()  # they send no final status
+        self.receive_status(step=step)
         while self._live.keys() - self.num_made.keys():
             timeout = deadline - time.monotonic()
             if timeout <= 0.0:

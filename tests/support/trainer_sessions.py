@@ -65,6 +65,7 @@ class Session:
         self.trainer = Trainer(load_config("bin/trainer", arguments), stack)
         # No generator sends a final status.
         self.trainer.generators.limits = RegistryLimits(final_status_seconds=0.1)
+        self.trainer.evaluations.head_start_seconds = 0.1
         self.trainer.recover()
         sender = wire.RolloutSender(f"tcp://127.0.0.1:{port}", hwm=1000)
         stack.enter_context(closing(sender))

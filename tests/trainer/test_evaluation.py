@@ -77,6 +77,7 @@ def test_training_groups_wait_while_the_base_model_is_evaluated(
 ) -> None:
     trainer = continued.open(stack, *SETTINGS, max_steps=2)
     trainer.recover()
+    trainer.evaluations.head_start_seconds = 0.1
     for number in range(5):  # a step has two
         group = group_of(
             [1, 0, 0, 0], group_number=number, seed=number, run_id=trainer.session.run_id

@@ -102,6 +102,7 @@ def status_of(sender_id: str, **fields: Any) -> wire.GeneratorStatus:
 
 
 def live(registry: GeneratorRegistry) -> list[str]:
+    registry.remove_silent()
     return [sender.id for sender in registry.live]
 
 
