@@ -1,12 +1,13 @@
-"""Time to a mean reward of 0.9 on the embedded task, against TRL and the original on Ray.
+"""Time to a mean reward of 0.9, against TRL and the original on Ray.
 
 `bin/lan local` (one trainer, one generator), TRL's GRPOTrainer and the original's two Ray actors
 run in turn, each alone on the machine, from the same base model: same data, 8 completions per
-problem, 128 rollouts per step, a learning rate falling from 2e-4 to 0 over 80 steps. A run ends
-when the mean reward of the last five steps is 0.9. Times count from the moment when everything is
-loaded; for ours, this is when the trainer receives the first status of a generator. Those of the
-claims `..._with_start_...` count from the command. `--quick` runs a few steps of each without
-reaching the goal.
+problem, the same rollouts per step and falling learning rate. Times count from the moment when
+everything is loaded; for ours, this is when the trainer receives the first status of a generator.
+Those of the claims `..._with_start_...` count from the command. `--quick` runs a few steps of each
+without reaching the goal.
+
+The job of this bench is the embedded task; real.py has that of a pretrained model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,15 +30,41 @@ from peralta_zmq.observe.dashboard.run_files import Tail
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from tools.link_proxy import free_ports
 
-BATCH = 128  # rollouts per step
-GOAL, LAST = 0.9, 5  # mean reward, over this number of steps
+GOAL = 0.9  # mean reward
 BASE = REPO / "peralta_zmq" / "models" / "embedded"
-TIMEOUTS = {"ours": 180.0, "trl": 300.0, "ray_original": 900.0}  # seconds from the command
-QUICK_TIMEOUTS, QUICK_STEPS = {"ours": 60.0, "trl": 60.0, "ray_original": 90.0}, 8
-PEERS = ("trl", "ray_original")
 REQUIRED = {"wall_vs_trl": 4.0, "wall_with_start_vs_trl": 3.0, "wall_vs_ray_original": 8.0}
 MODULES = {"trl": "benchmarks.peers.trl_grpo", "ray_original": "benchmarks.peers.ray_original"}
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What all sides train. The keys of `timeouts` are the sides: ours, and PEER or PEER_DTYPE."""
+
+    config: str  # of ours
+    options: Sequence[str]
+    task: Task  # of the peers; `folder` and `dtype` are replaced
+    last: int  # the goal is a mean over this number of steps
+    rounds: int
+    timeouts: Mapping[str, float]  # seconds from the command
+    quick_timeouts: Mapping[str, float]
+    quick_steps: int
+
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.timeouts if name != "ours"]
+
+
+TOY = Job(
+    config="configs/demo.toml",
+    options=("--eval.num-examples", "1"),
+    task=Task(model=str(BASE), folder=""),
+    last=5,
+    rounds=3,
+    timeouts={"ours": 180.0, "trl": 300.0, "ray_original": 900.0},
+    quick_timeouts={"ours": 60.0, "trl": 60.0, "ray_original": 90.0},
+    quick_steps=8,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +76,25 @@ class RunResult:
     bytes_per_update: float
     memory: float  # peak in bytes
     steps: int
+    tokens_per_s: float  # generated tokens that were trained
     reached: bool
 
 
 def run(*, quick: bool) -> Iterable[Claim]:
-    """Run the sides in turn for three rounds; `quick`: one short round, compared per step."""
+    return run_job(TOY, quick=quick)
+
+
+def run_job(job: Job, *, quick: bool) -> Iterator[Claim]:
+    """Run the sides in turn; `quick`: one short round, compared per step."""
     interpreter = environment.python()
-    results: dict[str, list[RunResult]] = {name: [] for name in ("ours", *PEERS)}
-    num_rounds = 1 if quick else 3
+    results: dict[str, list[RunResult]] = {name: [] for name in job.timeouts}
+    num_rounds = 1 if quick else job.rounds
     report_progress = progress_of(num_rounds * len(results))
     for _ in range(num_rounds):
         for name, side in results.items():
-            side.append(run_side(name, interpreter, quick=quick))
+            side.append(run_side(job, name, interpreter, quick=quick))
             report_progress(f"{name}: {side[-1]}")
-    for peer in PEERS:
+    for peer in job.peers:
         yield from comparison(peer, results["ours"], results[peer])
 
 
@@ -70,16 +102,22 @@ def peers() -> dict[str, str]:
     return environment.versions()
 
 
-def run_side(name: str, interpreter: Path, *, quick: bool) -> RunResult:
+def run_side(job: Job, name: str, interpreter: Path, *, quick: bool) -> RunResult:
     """Run one side until the goal (`quick`: for a few steps) in a temporary folder.
 
     Raises RuntimeError if it takes no step before its timeout.
     """
-    timeout = (QUICK_TIMEOUTS if quick else TIMEOUTS)[name]
-    is_done = has_some_steps if quick else has_reached_goal
+    timeout = (job.quick_timeouts if quick else job.timeouts)[name]
+
+    def is_done(rows: Sequence[Row]) -> bool:
+        return len(rows) >= job.quick_steps if quick else steps_to_goal(rows, job.last) is not None
+
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "errors"
-        command = our_command(folder) if name == "ours" else peer_command(name, interpreter, folder)
+        command = (
+            our_command(job, folder) if name == "ours"
+            else peer_command(job, name, interpreter, folder)
+        )  # fmt: skip
         with (
             log.open("wb") as errors,
             MeasuredCommand(command, cwd=REPO, environment=variables(), errors=errors) as child,
@@ -90,21 +128,24 @@ def run_side(name: str, interpreter: Path, *, quick: bool) -> RunResult:
             tail = log.read_text("utf-8", "replace")[-2000:]
             raise RuntimeError(f"{name} took no step within {timeout:.0f} s:\n{tail}")
         update = mean_update_bytes(Path(folder)) if name == "ours" else rows[-1]["bytes"]
-        return measured(rows, child, started=started, bytes_per_update=update, per_step=quick)
+        return measured(
+            rows, child, started=started, bytes_per_update=update, last=job.last, per_step=quick
+        )
 
 
-def our_command(folder: str) -> list[str]:
-    """The shipped demo without evaluations."""
+def our_command(job: Job, folder: str) -> list[str]:
+    """The shipped run without evaluations."""
     return [
-        str(REPO / ".venv/bin/python"), "bin/lan", "local", "@", "configs/demo.toml",
+        sys.executable, "bin/lan", "local", "@", job.config, *job.options,
         "--run.dir", folder, "--run.name", "ours", "--wire.port", str(free_ports()),
-        "--eval.num-examples", "1", "--no-eval.eval-base-model", "--eval.interval", "1000",
+        "--no-eval.eval-base-model", "--eval.interval", "1000",
     ]  # fmt: skip
 
 
-def peer_command(name: str, interpreter: Path, folder: str) -> list[str]:
-    task = Task(model=str(BASE), folder=folder, batch_size=BATCH)
-    return [str(interpreter), "-m", MODULES[name], task.to_json()]
+def peer_command(job: Job, name: str, interpreter: Path, folder: str) -> list[str]:
+    peer, _, dtype = name.partition(":")
+    task = replace(job.task, folder=folder, dtype=dtype or job.task.dtype)
+    return [str(interpreter), "-m", MODULES[peer], task.to_json()]
 
 
 def variables() -> dict[str, str]:
@@ -173,20 +214,19 @@ def mean_update_bytes(folder: Path) -> float:
     return statistics.fmean(sizes[1:])
 
 
-def has_reached_goal(rows: Sequence[Row]) -> bool:
-    return steps_to_goal(rows) is not None
-
-
-def has_some_steps(rows: Sequence[Row]) -> bool:
-    return len(rows) >= QUICK_STEPS
-
-
-def steps_to_goal(rows: Sequence[Row]) -> int | None:
-    """Number of steps until the mean reward of the last five first reaches 0.9; None if never."""
-    for count in range(LAST, len(rows) + 1):
-        if statistics.fmean(row["reward"] for row in rows[count - LAST : count]) >= GOAL - 1e-9:
+def steps_to_goal(rows: Sequence[Row], last: int) -> int | None:
+    """Number of steps until the mean reward of the `last` ones reaches 0.9; None if never."""
+    for count in range(last, len(rows) + 1):
+        if statistics.fmean(row["reward"] for row in rows[count - last : count]) >= GOAL - 1e-9:
             return count
     return None
+
+
+def generated_tokens(row: Row) -> float:
+    """Of a step; a peer reports them, and our rows have the mean of the rollouts."""
+    if "tokens" in row:
+        return row["tokens"]
+    return row["completions/mean_length"] * row["num_rollouts"]
 
 
 def measured(
@@ -195,10 +235,11 @@ def measured(
     *,
     started: float,
     bytes_per_update: float,
+    last: int,
     per_step: bool,
 ) -> RunResult:
     """Measurements until the goal, or until the last row; `per_step` divides them by the steps."""
-    goal = steps_to_goal(rows)
+    goal = steps_to_goal(rows, last)
     steps = goal or len(rows)
     ended = rows[steps - 1]["time"]
     divisor = steps if per_step else 1
@@ -208,6 +249,7 @@ def measured(
         bytes_per_update=bytes_per_update,
         memory=child.peak_memory,
         steps=steps,
+        tokens_per_s=sum(map(generated_tokens, rows[:steps])) / (ended - started),
         reached=goal is not None,
     )
 
@@ -231,3 +273,5 @@ def comparison(
     for name, unit in units.items():
         mine, peers = ([float(getattr(each, name)) for each in side] for side in (ours, theirs))
         yield compared(f"{name}_vs_{peer}", mine, peers, unit, less_is_better=True)
+    mine, peers = ([each.tokens_per_s for each in side] for side in (ours, theirs))
+    yield compared(f"rate_vs_{peer}", mine, peers, "generated tokens/s")

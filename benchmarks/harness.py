@@ -29,7 +29,7 @@ from peralta_zmq.observe.run_state import format_duration
 
 REPO = Path(__file__).resolve().parent.parent
 TOY = ("@", str(REPO / "configs/demo.toml"))  # settings for the embedded model
-BENCHES = ("generation", "training", "memory", "weights", "wire", "endtoend")
+BENCHES = ("generation", "training", "memory", "weights", "wire", "endtoend", "real")
 ON_DEVICE = ("generation", "training", "weights")
 LIBRARIES = ("torch", "transformers", "pyzmq", "msgpack", "safetensors")
 

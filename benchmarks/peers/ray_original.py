@@ -25,8 +25,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.peers.task import Task, chat, problems, read_task, report
-from peralta_zmq.environments import calculator
+from benchmarks.peers.task import Task, chat, environment, problems, read_task, report
 
 NUM_WORKERS = 4  # threads that send requests to the generator
 WEIGHTS = "model.safetensors"
@@ -111,6 +110,7 @@ class Batcher:
         self.task, self.generator = task, generator
         self.tokenizer = AutoTokenizer.from_pretrained(task.model)
         self.problems = problems(task)
+        self.reward = environment(task).reward
         self.queue: Queue[Rollout] = Queue(maxsize=task.batch_size)
         self.rewards: list[float] = []
         for number in range(NUM_WORKERS):
@@ -126,7 +126,7 @@ class Batcher:
             )
             prompt = self.tokenizer.encode(text, add_special_tokens=False)
             completions = ray.get(self.generator.generate.remote(prompt))
-            rewards = [calculator.reward(problem, self.text_of(ids)) for ids in completions]
+            rewards = [self.reward(problem, self.text_of(ids)) for ids in completions]
             self.rewards += rewards
             if len(set(rewards)) == 1:
                 continue  # no signal
@@ -161,7 +161,9 @@ def main() -> None:
         ray.get(trainer.save.remote(str(folder)))
         ray.get(generator.load.remote(str(folder)))
         size = (folder / WEIGHTS).stat().st_size
-        report(step=step + 1, reward=sum(rewards) / len(rewards), rollouts=len(rewards), bytes=size)
+        tokens = sum(len(token_ids) - start for token_ids, start, _ in rollouts)
+        mean = sum(rewards) / len(rewards)
+        report(step=step + 1, reward=mean, rollouts=len(rewards), tokens=tokens, bytes=size)
         shutil.rmtree(folder)
 
 

@@ -24,6 +24,7 @@ class Rows(TrainerCallback):
 
     def __init__(self) -> None:
         self.reward = 0.0
+        self.tokens = 0  # generated
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Report the start: everything is loaded."""
@@ -31,7 +32,7 @@ class Rows(TrainerCallback):
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         """Report a completed step."""
-        report(step=state.global_step, reward=self.reward, bytes=0)
+        report(step=state.global_step, reward=self.reward, tokens=self.tokens, bytes=0)
 
 
 def main() -> None:
@@ -41,12 +42,15 @@ def main() -> None:
     training_problems = problems(task)
     by_answer = {problem.answer: problem for problem in training_problems}
 
-    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    def reward(
+        completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
         rewards = [
             score(by_answer[target], messages[0]["content"])
             for messages, target in zip(completions, answer, strict=True)
         ]
         rows.reward = sum(rewards) / len(rewards)
+        rows.tokens = sum(map(len, completion_ids))
         return rewards
 
     settings = GRPOConfig(

@@ -26,7 +26,7 @@ def rows(*rewards: float) -> list[Mapping[str, float]]:
 def result(wall: float) -> endtoend.RunResult:
     return endtoend.RunResult(
         wall=wall, wall_with_start=wall + 5,
-        bytes_per_update=1e6, memory=1e9, steps=20, reached=True,
+        bytes_per_update=1e6, memory=1e9, steps=20, tokens_per_s=1e3, reached=True,
     )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def result(wall: float) -> endtoend.RunResult:
 def test_goal_is_the_first_step_with_the_mean_of_the_last_five(
     rewards: tuple[float, ...], steps: int | None
 ) -> None:
-    assert endtoend.steps_to_goal(rows(*rewards)) == steps
+    assert endtoend.steps_to_goal(rows(*rewards), 5) == steps
 
 
 def test_ratio_is_the_median_over_the_rounds() -> None:
