@@ -150,7 +150,7 @@ def kill_reward_workers(generator: Program) -> int:
     workers = [
         child
         for child in psutil.Process(generator.process.pid).children()
-        if "peralta_zmq.environments.reward_worker" in child.cmdline()
+        if "peralta_zmq.environments.reward_worker" in " ".join(child.cmdline())
     ]
     for worker in workers:
         worker.kill()
