@@ -135,12 +135,12 @@ def test_reason_names_a_model_that_native_samples_with_transformers(
     name: str, tmp_path: Path
 ) -> None:
     config, reasons = tmp_path / "config.json", list[str]()
-    for family in ("qwen3", "mistral"):
+    for family in ("qwen3", "granite"):
         config.write_text(f'{{"model_type": "{family}"}}')
         chosen = choose_engine(name, EngineSettings(), machine=OTHER, folder=tmp_path)
         assert chosen[0] == "native"
         reasons.append(chosen[1])
-    assert reasons[1] == f"{reasons[0]}; it samples mistral with transformers' code"
+    assert reasons[1] == f"{reasons[0]}; it samples granite with transformers' code"
 
 
 @pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")

@@ -47,6 +47,18 @@ FAMILIES = {
                "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 8},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 4, "query_pre_attn_scalar": 8,
                "layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": {"model_type": "mistral", "sliding_window": 4},
+    "ministral3": {"model_type": "ministral3", "sliding_window": None, "rope_parameters": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+        "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 4,
+              "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 32, "norm_topk_prob": True,
+                  "experts_implementation": "eager"},  # the only one for float64
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "sliding_window": None,
+                "use_sliding_window": False},
 }  # fmt: skip
 
 

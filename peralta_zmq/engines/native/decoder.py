@@ -32,8 +32,10 @@ from peralta_zmq.engines.native.packed_linears import ModelWeights
 
 # Values of model_type. Llama families differ only in biases and in norms of query and key heads.
 LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")
-ONE_MASK_FAMILIES = ("gemma",)  # take one mask; gemma2 and gemma3_text take one per layer type
-FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, "gemma2", "gemma3_text")
+# The others run transformers' code, which takes one mask, or one per layer type.
+ONE_MASK_FAMILIES = ("gemma", "mistral", "ministral3", "olmo2", "qwen3_moe")
+MASKS_FAMILIES = ("gemma2", "gemma3_text", "olmo3", "smollm3")
+FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, *MASKS_FAMILIES)
 ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
 
 
@@ -168,7 +170,7 @@ class Decoder:
             ops = TorchLayerOps(RotaryEmbedding(*rotary), window, masks)
             return decoder_forward(self._model.model, ids, ops)
         if self._config.model_type in ONE_MASK_FAMILIES:
-            masks = masks["full_attention"]
+            masks = masks.get("sliding_attention", masks["full_attention"])
         previous = self._config._attn_implementation  # restored for the trainer of a live model
         self._config._attn_implementation = ATTENTION_NAME
         try:
@@ -230,8 +232,9 @@ def _library_for(model: Any) -> ctypes.CDLL | None:
 
 def _sliding_window(config: Any) -> int | None:
     """Tokens that a layer with sliding attention attends to; None without such layers."""
-    layer_types = getattr(config, "layer_types", None) or []
-    return config.sliding_window if "sliding_attention" in layer_types else None
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window = getattr(config, "sliding_window", None)
+    return window if "sliding_attention" in layer_types else None
 
 
 def decoder_forward(model: Any, ids: Tensor, ops: TorchLayerOps | CompiledLayerOps) -> Tensor:

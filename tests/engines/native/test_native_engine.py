@@ -340,9 +340,9 @@ def test_unsupported_architecture_falls_back_to_transformers(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "peralta_zmq")
-    model = tiny_model(model_type="mistral")
+    model = tiny_model(model_type="granite")
     engine = open_live(model, tokenizer, EngineSettings())
     assert [each.getMessage() for each in caplog.records] == [
-        "engine native does not support mistral; using transformers' code"
+        "engine native does not support granite; using transformers' code"
     ]
     assert len(sampled(engine, GREEDY)) == len(PROMPTS)
