@@ -142,6 +142,11 @@ def replay(
             progress.update(step - begin)
     if first is not None and learner.step < first:
         raise JournalError(f"--from {first}: the last step that can be replayed is {learner.step}")
+    if learner.step == begin:
+        raise JournalError(
+            f"there is nothing to replay: {folder}/journal has no full step after {begin}, the "
+            "step of the checkpoint; a run with checkpoint.keep_journal keeps all steps"
+        )
 
 
 def _read_step(

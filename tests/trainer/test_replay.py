@@ -18,7 +18,7 @@ from trainer_sessions import Continued, Session, groups_for
 from weight_sets import COMPANIONS, names_in, publish_chain, same, weights_at
 
 from peralta_zmq.config import load_config, write_resolved
-from peralta_zmq.errors import ConfigError, StoreError
+from peralta_zmq.errors import ConfigError, JournalError, StoreError
 from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.observe.metrics import EVENTS, METRICS, read_rows
 from peralta_zmq.rollout import RolloutGroup
@@ -37,6 +37,13 @@ def test_replay_of_a_continued_run_uses_each_steps_learning_rate(
     assert continued.replay(capsys) == ["as published"] * 4
     replay.main([str(continued.folder), "--train.learning-rate=0.02"])
     assert "learning_rate=0.02 " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_replay_without_journaled_steps_names_the_setting(continued: Continued) -> None:
+    with continued.session("--no-checkpoint.keep-journal", max_steps=2, until=2) as trainer:
+        trainer.finish()
+    with pytest.raises(JournalError, match=r"nothing to replay: .* after 2, .*keep_journal"):
+        replay.main([str(continued.folder)])
 
 
 @pytest.mark.parametrize(
