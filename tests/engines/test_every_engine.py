@@ -20,6 +20,7 @@ from engine_data import (
     END,
     FAMILIES,
     GREEDY,
+    NOT_ELSEWHERE,
     OPTIONS,
     PROMPTS,
     Opener,
@@ -81,6 +82,8 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
 ) -> None:
     if (opener.name, family) == ("mlx", "gemma2"):
         pytest.skip("mlx-lm's gemma2 cannot batch; mlx/test_mlx.py tests the refusal")
+    if opener.name in ("mlx", "vllm") and family in NOT_ELSEWHERE:
+        pytest.skip("models/test_other_libraries.py tests its published layout")
     settings = settings_of(family, opener)
     completions = sampled(opener(sharp_model(**settings)), GREEDY)
     model = sharp_model(**settings)

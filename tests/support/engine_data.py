@@ -60,6 +60,8 @@ FAMILIES = {
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "sliding_window": None,
                 "use_sliding_window": False},
 }  # fmt: skip
+# mlx-lm and vLLM compute these in their published layout: tests/models/test_other_libraries.py.
+NOT_ELSEWHERE = ("mistral", "ministral3", "olmo2", "olmo3", "qwen3_moe", "smollm3")
 
 
 def sharp_model(seed: int = 0, **settings: Any) -> Any:
