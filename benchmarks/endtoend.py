@@ -39,11 +39,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What all sides train. The keys of `timeouts` are the sides: ours, and PEER or PEER_DTYPE."""
+    """What all sides train. The keys of `timeouts` are the sides: ours, and PEER or PEER:DTYPE."""
 
-    config: str  # of ours
+    config: str  # our settings: a file, and further options
     options: Sequence[str]
-    task: Task  # of the peers; `folder` and `dtype` are replaced
+    task: Task  # the peers' settings, with the folder and DTYPE of a run
     last: int  # the goal is a mean over this number of steps
     rounds: int
     timeouts: Mapping[str, float]  # seconds from the command
@@ -223,7 +223,7 @@ def steps_to_goal(rows: Sequence[Row], last: int) -> int | None:
 
 
 def generated_tokens(row: Row) -> float:
-    """Of a step; a peer reports them, and our rows have the mean of the rollouts."""
+    """Tokens generated for a step. A peer reports them; our rows have the mean per rollout."""
     if "tokens" in row:
         return row["tokens"]
     return row["completions/mean_length"] * row["num_rollouts"]

@@ -225,9 +225,10 @@ class Run:
         return self
 
     def stop(self) -> None:
-        """Let the trainer finish its step and save; `train` with this name continues the run.
+        """Let the trainer finish the step that it is computing, and save.
 
-        Raises RunError if the run was started by another process, which has to stop it.
+        `train` with this name continues the run. Raises RunError if the run was started by another
+        process, which has to stop it.
         """
         process = self._process
         if process is None:

@@ -7,9 +7,8 @@ The states of a group, which announcements acknowledge to its sender:
     durable   the journal on disk has its frame, or the outcome of a dropped group
     consumed  its training step has begun; a dropped group is consumed at once
 
-A received group is settled and journaled at once, except duplicates, refused groups, and groups of
-a later step. A commit
-makes many groups durable with one fsync.
+A received group is settled and journaled at once, except duplicates, refused groups, and those that
+wait for the next step. A commit makes many groups durable with one fsync.
 """
 
 from __future__ import annotations

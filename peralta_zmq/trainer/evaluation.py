@@ -108,7 +108,7 @@ class EvaluationCoordinator:
         generators: GeneratorRegistry,
     ) -> None:
         self.held_out = held_out
-        self.head_start_seconds = 10.0  # of live generators, before the trainer samples too
+        self.head_start_seconds = 10.0  # live generators may first answer alone
         self._session = session
         self._policy = policy
         self._generators = generators

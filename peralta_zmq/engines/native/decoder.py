@@ -232,9 +232,10 @@ def _library_for(model: Any) -> ctypes.CDLL | None:
 
 def _sliding_window(config: Any) -> int | None:
     """Tokens that a layer with sliding attention attends to; None without such layers."""
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    window = getattr(config, "sliding_window", None)
-    return window if "sliding_attention" in layer_types else None
+    if config.model_type in ONE_MASK_FAMILIES:  # all layers have the same attention
+        return getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or []
+    return config.sliding_window if "sliding_attention" in layer_types else None
 
 
 def decoder_forward(model: Any, ids: Tensor, ops: TorchLayerOps | CompiledLayerOps) -> Tensor:
