@@ -123,7 +123,7 @@ class StepInProgress:
     computed: list[ComputedBatch] = field(default_factory=list[ComputedBatch])
     random_state: Tensor | None = None  # torch's, before the first computed micro-batch
     seconds: float = 0.0  # spent on the step
-    overlapped: float = 0.0  # of `seconds`: before the newest groups were added
+    overlapped: float = 0.0  # part of `seconds` before the newest groups were added
 
 
 class Learner:
@@ -164,7 +164,7 @@ class Learner:
         return self.finish_step(repeated=repeated)
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
-        """Add groups to step `self.step + 1`; divide them into full micro-batches if it may."""
+        """Add groups to step `self.step + 1`; pack full micro-batches if there is a divisor."""
         if not groups:
             return
         started = time.monotonic()

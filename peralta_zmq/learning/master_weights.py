@@ -21,6 +21,7 @@ from peralta_zmq.learning.distributed import Ranks, full_tensor, local_tensor, s
 MakeMasters: TypeAlias = Callable[[str, Tensor], Tensor]
 # Dtype of the remainders. Numbers of float16 near 0 are so coarse that 16 bits are not enough.
 REMAINDERS = {torch.bfloat16: torch.int16, torch.float16: torch.int32}
+NUM_SAMPLED = 512  # elements per parameter that estimate the `movement` in each step
 
 
 class MasterWeights:
@@ -55,7 +56,7 @@ class MasterWeights:
         self._sampled: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             if size := local_tensor(parameter).numel():
-                indices = torch.randint(size, (4096,), generator=random)
+                indices = torch.randint(size, (NUM_SAMPLED,), generator=random)
                 self._sampled[name] = indices.to(parameter.device)
         self._start = self._sample()
 
@@ -92,13 +93,10 @@ class MasterWeights:
         share of the masters' move that is published; weights/moved_cosine and weights/moved_length
         are p.m / |p||m| and |p| / |m|. Empty before the masters move. Every rank must call it.
         """
-        sums = torch.zeros(3, dtype=torch.float64)
-        for name, (masters, published) in self._sample().items():
-            start_masters, start_published = self._start[name]
-            moves = (masters - start_masters).double()
-            published_moves = (published - start_published).double()
-            products = (moves @ moves, moves @ published_moves, published_moves @ published_moves)
-            sums += torch.stack(products).cpu() * local_tensor(self._parameters[name]).numel()
+        moves, published_moves = (self._sample() - self._start).double()
+        products = (moves * moves, moves * published_moves, published_moves * published_moves)
+        sizes = [local_tensor(self._parameters[name]).numel() for name in self._sampled]
+        sums = torch.stack(products).sum(-1).cpu() @ torch.tensor(sizes, dtype=torch.float64)
         ranks.all_reduce(sums)
         square, product, published_square = sums.tolist()
         if not square:
@@ -121,17 +119,17 @@ class MasterWeights:
             yield from zip(weights.split(num_rows), parts, strict=True)
 
     @torch.no_grad()
-    def _sample(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Masters and published weights of the sampled elements of each parameter."""
-        samples: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, indices in self._sampled.items():
-            masters = local_tensor(self._parameters[name].detach()).flatten()[indices]
+    def _sample(self) -> Tensor:
+        """Masters and published weights of the sampled elements: 2 x parameters x elements."""
+        device = next(iter(self._parameters.values())).device
+        masters = torch.empty(len(self._sampled), NUM_SAMPLED, device=device)
+        remainders = torch.zeros(masters.shape, dtype=torch.int32, device=device)
+        for row, (name, indices) in enumerate(self._sampled.items()):
+            masters[row] = local_tensor(self._parameters[name].detach()).take(indices)
             if name in self.remainders:
-                masters.view(torch.int32).add_(
-                    local_tensor(self.remainders[name]).flatten()[indices]
-                )
-            samples[name] = masters, masters.to(self._dtype).float()
-        return samples
+                remainders[row] = local_tensor(self.remainders[name]).take(indices)
+        masters.view(torch.int32).add_(remainders)
+        return torch.stack((masters, masters.to(self._dtype).float()))
 
 
 def split_masters(masters: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

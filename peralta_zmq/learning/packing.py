@@ -15,6 +15,8 @@ from peralta_zmq.learning.advantages import Advantage, token_advantages
 from peralta_zmq.learning.distributed import SINGLE, Ranks
 from peralta_zmq.rollout import Int32Array, Int64Array, PrefixTree, Rollout, RolloutGroup, TreeSpan
 
+MIN_SHARED = 16  # tokens at the beginning of all samples that are worth a tree of their own
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
@@ -241,18 +243,24 @@ def _next_sample(
 def to_micro_batch(
     samples: Sequence[PackedSample], packing: Packing, device: torch.device | str
 ) -> MicroBatch:
-    """Lay the trees of the samples one after the other in a row of tokens, on the device."""
+    """Lay the trees of the samples one after the other in a row of tokens, on the device.
+
+    A beginning that all of them share, such as a system prompt, is a tree of its own before them.
+    """
+    shared = _num_shared(samples) if packing.share_prompts else 0
     rollouts = list(chain.from_iterable(sample.rollouts for sample in samples))
     advantages = list(chain.from_iterable(sample.advantages for sample in samples))
     # Indices of the scored tokens in each rollout. No logits predict a rollout's first token.
     targets = [1 + np.flatnonzero(rollout.loss_mask[1:]) for rollout in rollouts]
     counts = [len(indices) for indices in targets]
-    starts = np.cumsum([0, *(len(sample.token_ids) for sample in samples[:-1])])
+    # The row without the shared tokens of the samples but the first.
+    starts = np.cumsum([0, *(len(sample.token_ids) - shared for sample in samples[:-1])])
     positions = [
-        start + indices
+        np.where(indices < shared, indices, start + indices)
         for start, sample in zip(starts, samples, strict=True)
         for indices in sample.positions
     ]
+    trees = [_without_beginning(sample.tree, shared) for sample in samples]
 
     def tensor(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays)).astype(dtype)).to(device)
@@ -266,8 +274,11 @@ def to_micro_batch(
         for _ in sample.rollouts
     ]
     return MicroBatch(
-        token_ids=tensor((sample.token_ids for sample in samples), np.int64),
-        trees=tuple(sample.tree for sample in samples),
+        token_ids=tensor(
+            [samples[0].token_ids[:shared], *(each.token_ids[shared:] for each in samples)],
+            np.int64,
+        ),
+        trees=(PrefixTree((TreeSpan(-1, shared),)), *trees) if shared else tuple(trees),
         scored=tensor((p[at] for p, at in zip(positions, targets, strict=True)), np.int64),
         old_logprobs=old_logprobs,
         advantages=tensor(
@@ -285,3 +296,24 @@ def to_micro_batch(
         if len({*temperatures}) == 1
         else tensor([np.repeat(temperatures, counts)], np.float32),
     )
+
+
+def _num_shared(samples: Sequence[PackedSample]) -> int:
+    """Number of tokens with which all sequences of all samples begin; 0 if they are few."""
+    if len(samples) < 2:
+        return 0
+    limits = [
+        min([sample.tree.spans[0].length - 1, *(parent + 1 for parent, _ in sample.tree.spans[1:])])
+        for sample in samples
+    ]
+    beginnings = [sample.token_ids[: min(limits)] for sample in samples]
+    is_same = np.all([each == beginnings[0] for each in beginnings], axis=0)
+    num_shared = int(np.argmin([*is_same, False]))
+    return num_shared if num_shared >= MIN_SHARED else 0
+
+
+def _without_beginning(tree: PrefixTree, num_tokens: int) -> PrefixTree:
+    """The tree after its first tokens, which its sequences share."""
+    (_, length), *others = tree.spans
+    moved = [TreeSpan(parent - num_tokens, size) for parent, size in others]
+    return PrefixTree((TreeSpan(-1, length - num_tokens), *moved), after=num_tokens)

@@ -105,7 +105,7 @@ class MismatchStatistics:
     """Mean mismatch of each sender; a sender above `bound` is flagged once, after `min_steps`.
 
     The mean is that of the last `window` steps with groups of the sender. Wrong kernels or weights
-    make a large one from the first step on; updates that change the policy too much, a growing one.
+    make it large from the first step on; updates that change the policy too much make it grow.
     """
 
     def __init__(

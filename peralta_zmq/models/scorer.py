@@ -37,9 +37,10 @@ from peralta_zmq.models.tree_attention import (
 )
 from peralta_zmq.rollout import Int64Array, PrefixTree, TreeSpan
 
-# A row of sequences to compare; its first tree branches inside a completion.
+# A row of sequences to compare; the second tree continues the first, and branches in a completion.
 TRIAL_TREES = (
-    PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3), TreeSpan(5, 4))),
+    PrefixTree((TreeSpan(-1, 3),)),
+    PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 3), TreeSpan(2, 4)), after=3),
     PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 6))),
 )
 # Types of layers in which tokens exchange values only by attention.
@@ -249,7 +250,7 @@ class Scorer:
         """A row of short sequences, and one with a sequence longer than the model's windows."""
         settings = self._model.config.get_text_config().to_json_string(use_diff=False)
         lengths = [*map(int, LENGTHS.findall(settings)), self._packed_length or max_length]
-        rows = [TRIAL_TREES]
+        rows: list[tuple[PrefixTree, ...]] = [TRIAL_TREES]
         if lengths := [length for length in lengths if 0 < length < max_length]:
             rows.append((TRIAL_TREES[-1], PrefixTree((TreeSpan(-1, max(lengths) + 8),))))
         try:
@@ -274,7 +275,7 @@ class Scorer:
             for span, (parent, _) in enumerate(tree.spans):
                 if parent < 0 and len(tree.spans) > 1:  # a prefix of the next sequences
                     continue
-                path = torch.from_numpy(start + layout.path(span)).to(token_ids.device)
+                path = torch.from_numpy(layout.path(span, start)).to(token_ids.device)
                 # At most 32 tokens, evenly spaced.
                 kept = torch.linspace(0, len(path) - 2, min(len(path) - 1, 32)).long()
                 options = {"logits_to_keep": kept} if self._has_logits_to_keep else {}
@@ -337,7 +338,7 @@ def _padded_layout(
     for tree in trees:
         layout = TreeLayout(tree)
         cells.append(np.stack([len(paths) + layout.span, layout.position], 1))
-        paths += [start + layout.path(span) for span in range(len(tree.spans))]
+        paths += [layout.path(span, start) for span in range(len(tree.spans))]
         start += tree.num_tokens
     indices = np.zeros((len(paths), max(map(len, paths))), np.int64)
     attention = np.zeros_like(indices)

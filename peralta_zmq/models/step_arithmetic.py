@@ -23,6 +23,7 @@ LIMITS = (
     *("DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
 )
 RESTORED = ("threads", "operators")  # `use_arithmetic` can change these
+LAYOUT = "2"  # changes when the same groups become other rows of tokens
 
 
 def arithmetic(device: torch.device, dtype: str, num_ranks: int) -> dict[str, str]:
@@ -32,6 +33,7 @@ def arithmetic(device: torch.device, dtype: str, num_ranks: int) -> dict[str, st
     return {
         "device": device.type,
         "ranks": str(num_ranks),
+        "layout": LAYOUT,
         "dtype": dtype,
         "torch": torch.__version__,
         "instructions": " ".join(
@@ -53,10 +55,10 @@ def use_arithmetic(recorded: Mapping[str, str], here: Mapping[str, str]) -> bool
     if not recorded or is_on_gpu or recorded["ranks"] != here["ranks"]:
         return False
     is_alone = here["ranks"] == "1"  # other ranks would keep theirs
-    fixed = [name for name in recorded if not (is_alone and name in RESTORED)]
+    fixed = [name for name in here if not (is_alone and name in RESTORED)]
     if changes := [
-        _change(name, recorded[name], here.get(name, "")) for name in fixed
-        if recorded[name] != here.get(name)
+        _change(name, recorded.get(name, ""), here[name]) for name in fixed
+        if recorded.get(name) != here[name]
     ]:  # fmt: skip
         raise ConfigError(f"it was computed with {', '.join(changes)}")
     try:
@@ -73,4 +75,5 @@ def _change(name: str, recorded: str, here: str) -> str:
     def words(first: str, second: str) -> str:
         return " ".join(word for word in first.split() if word not in second.split())
 
-    return f"{name} {words(recorded, here)} (here {words(here, recorded) or 'without'})"
+    before = words(recorded, here) or "none"
+    return f"{name} {before} (here {words(here, recorded) or 'without'})"

@@ -51,6 +51,7 @@ class TreeLayout:
 
     def __init__(self, tree: PrefixTree) -> None:
         length = tree.num_tokens
+        self.after = tree.after
         self.position = np.zeros(length, np.int64)  # position in the sequence
         self.previous = np.zeros(length, np.int64)  # predecessor's index; own index at the start
         self.span = np.zeros(length, np.int64)  # index of the token's span
@@ -58,7 +59,7 @@ class TreeLayout:
         start = 0
         for index, (parent, size) in enumerate(tree.spans):
             end = start + size
-            depth = 0
+            depth = tree.after
             path = list[slice]()
             if parent >= 0:
                 *path, last = self.paths[self.span[parent]]
@@ -71,8 +72,15 @@ class TreeLayout:
             self.paths.append([*path, slice(start, end)])
             start = end
 
-    def path(self, span: int) -> Int64Array:
-        return np.concatenate([np.arange(each.start, each.stop) for each in self.paths[span]])
+    def path(self, span: int, start: int = 0) -> Int64Array:
+        """Indices in the row of the tokens of a sequence, if the tree begins at `start`."""
+        own = [np.arange(start + each.start, start + each.stop) for each in self.paths[span]]
+        return np.concatenate([np.arange(self.after), *own])
+
+    def previous_in_row(self, start: int) -> Int64Array:
+        """`previous` as indices in the row, if the tree begins at `start`."""
+        is_first = self.previous == np.arange(len(self.previous))
+        return np.where(is_first & (self.after > 0), self.after - 1, start + self.previous)
 
 
 class _Part(NamedTuple):
@@ -97,7 +105,9 @@ class PackedLayout(NamedTuple):
     ) -> PackedLayout:
         layouts = [TreeLayout(tree) for tree in trees]
         starts = np.cumsum([0, *(tree.num_tokens for tree in trees[:-1])])
-        previous = [layout.previous + start for layout, start in zip(layouts, starts, strict=True)]
+        previous = [
+            layout.previous_in_row(start) for layout, start in zip(layouts, starts, strict=True)
+        ]
         positions = np.concatenate([layout.position for layout in layouts])
         sizes = list[int]()
         parts = list[_Part]()
@@ -106,7 +116,7 @@ class PackedLayout(NamedTuple):
                 layout, first_segment=len(sizes), device=device, is_by_span=is_by_span
             )
             sizes += tree_sizes
-            parts += tree_parts
+            parts += [_after(part, layout.after) for part in tree_parts]
         return cls(
             positions=torch.from_numpy(positions).to(device),
             previous=torch.from_numpy(np.concatenate(previous)).to(device),
@@ -149,6 +159,14 @@ def _parts_of(
         mask = torch.ones(_size(path[-1]), length, dtype=torch.bool, device=device)
         parts.append(_Part([*chain.from_iterable(ranges)], mask.tril_(length - len(mask))))
     return [end - start for start, end in pairwise(cuts)], parts
+
+
+def _after(part: _Part, num_tokens: int) -> _Part:
+    """The part with the keys of the first tokens of the row, which are its first segment."""
+    if not num_tokens:
+        return part
+    mask = part.mask.new_ones(len(part.mask), num_tokens)
+    return _Part([0, *part.segments], torch.cat([mask, part.mask], 1))
 
 
 def _size(tokens: slice) -> int:

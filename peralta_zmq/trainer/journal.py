@@ -269,6 +269,11 @@ class StepRecords(NamedTuple):
     def groups(self) -> list[RolloutGroup]:
         return [entry for entry in self.entries if isinstance(entry, RolloutGroup)]
 
+    def is_complete(self, batch_size: int, *, is_newest: bool) -> bool:
+        """Whether the batch was full; one with refused groups was, unless it is the newest."""
+        num_rollouts = sum(len(group.rollouts) for group in self.groups)
+        return num_rollouts >= batch_size or (self.num_refused > 0 and not is_newest)
+
 
 def decode_step(
     records: Sequence[JournalRecord],

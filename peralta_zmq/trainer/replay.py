@@ -157,10 +157,7 @@ def _read_step(
     file = journal.file_of(folder / journal.JOURNAL, step)
     run_id = known_run_id(folder)
     decoded = journal.decode_step(records, limits, file=file, step=step, run_id=run_id)
-    num_rollouts = sum(len(group.rollouts) for group in decoded.groups)
-    # As in recovery.py: refused groups were part of the batch, so a batch that is not full
-    # without them is trained, except in the newest step: it may never have been complete.
-    if num_rollouts >= config.train.batch_size or (decoded.num_refused and not is_newest):
+    if decoded.is_complete(config.train.batch_size, is_newest=is_newest):
         return decoded
     if is_newest:
         return None

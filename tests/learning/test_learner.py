@@ -13,7 +13,15 @@ import pytest
 import torch
 from exactness import Float64
 from learners import FOUR, groups_of, identical, learner_with_reference, tokens_of_step, weights
-from sample_data import constant, packed, siblings, step_gradient, tiny_learner, tiny_model
+from sample_data import (
+    VOCAB_SIZE,
+    constant,
+    packed,
+    siblings,
+    step_gradient,
+    tiny_learner,
+    tiny_model,
+)
 from torch import Tensor
 
 from peralta_zmq.errors import TrainingError
@@ -231,6 +239,26 @@ def test_gradient_and_metrics_are_equal_for_any_micro_batches(
     found, metrics = gradient(model, split, loss)
     assert close(found, whole, 1e-6)
     assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_common_beginning_of_groups_is_computed_once(model: Any) -> None:
+    beginning = np.arange(20, dtype=np.int32) % VOCAB_SIZE
+    groups = [
+        siblings([1, 0, 0, 1], lengths=[4, 1, 7, 2], seed=1, num_prompt=25),
+        siblings([0, 0.5, 1], lengths=[3, 9, 5], seed=2, num_prompt=24),
+    ]
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.token_ids[:20] = beginning
+    samples, _ = packed(groups, max_tokens=1000)
+    (whole,) = make_micro_batches(samples, Packing(max_tokens=1000))
+    alone = [make_micro_batches([each], Packing(max_tokens=1000))[0] for each in samples]
+    assert len(whole.token_ids) == sum(len(batch.token_ids) for batch in alone) - 20
+    assert [tree.after for tree in whole.trees] == [0, 20, 20]
+    found, metrics = gradient(model, [whole], preset("reinforce"))
+    expected, expected_metrics = gradient(model, alone, preset("reinforce"))
+    assert close(found, expected, 1e-6)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6)
 
 
 # Packed and padded rows

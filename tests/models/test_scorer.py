@@ -12,18 +12,23 @@ from torch import Tensor
 from peralta_zmq.models.scorer import Scorer, set_checkpointing
 from peralta_zmq.rollout import PrefixTree, TreeSpan
 
-# two prompts with completions, one of which branches from another, and one token before two
+# two prompts with completions, one of which branches from another, one token before two, and two
+# sequences that begin with the first tree
 TREES = [
+    PrefixTree((TreeSpan(-1, 2),)),
     PrefixTree((TreeSpan(-1, 3), TreeSpan(2, 3), TreeSpan(3, 2), TreeSpan(2, 1))),
     PrefixTree((TreeSpan(-1, 5), TreeSpan(4, 3))),
     PrefixTree((TreeSpan(-1, 1), TreeSpan(0, 1), TreeSpan(0, 2))),
+    PrefixTree((TreeSpan(-1, 2), TreeSpan(1, 2), TreeSpan(-1, 3)), after=2),
 ]
-SCORED = [*range(3, 9), *range(14, 17), *range(18, 21)]
+NUM_TOKENS = 30
+SCORED = [*range(5, 11), *range(16, 19), *range(20, 30)]
 Sequences = Sequence[tuple[Sequence[int], int]]
 SEQUENCES: Sequences = [  # indices in the row, and the first index that no earlier sequence has
-    ([0, 1, 2, 3, 4, 5], 3), ([0, 1, 2, 3, 6, 7], 4), ([0, 1, 2, 8], 3),
-    ([9, 10, 11, 12, 13, 14, 15, 16], 5),
-    ([17, 18], 1), ([17, 19, 20], 1),
+    ([2, 3, 4, 5, 6, 7], 3), ([2, 3, 4, 5, 8, 9], 4), ([2, 3, 4, 10], 3),
+    ([11, 12, 13, 14, 15, 16, 17, 18], 5),
+    ([19, 20], 1), ([19, 21, 22], 1),
+    ([0, 1, 23, 24, 25, 26], 2), ([0, 1, 27, 28, 29], 2),
 ]  # fmt: skip
 WEIGHTS = torch.tensor([[1.0], [2.0]])  # of logprobs and entropies
 REPLACED_LOGITS = {  # models that change their logits, or have a bias
@@ -40,7 +45,7 @@ OTHERS = {  # need padded rows: a sliding window and a cap on scores; another at
 def row(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random tokens of TREES, and the indices of the completions."""
     random = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCAB_SIZE, (21,), generator=random)
+    tokens = torch.randint(VOCAB_SIZE, (NUM_TOKENS,), generator=random)
     return tokens, torch.tensor(SCORED)
 
 
@@ -104,7 +109,7 @@ def test_gradients_are_those_of_each_sequence_alone() -> None:
 @torch.no_grad()
 def test_scorer_repeats_tokens_shared_by_siblings() -> None:
     model, (tokens, _) = tiny_model(), row()
-    again = torch.tensor([3, 4, 3, 6, 4])
+    again = torch.tensor([5, 6, 5, 8, 6])
     places = [SCORED.index(each) for each in again.tolist()]
     ours = Scorer(model)(tokens, TREES, again)
     assert_as_exact(ours, lambda model: plainly(model, tokens)[0, places], tiny_model())
@@ -154,10 +159,10 @@ def test_tied_embedding_gets_both_gradients(way: str, padding: int | None) -> No
     )
 
 
-@pytest.mark.parametrize("length", [21, 100, 200, 400, 700])  # whole trees; by span
+@pytest.mark.parametrize("length", [NUM_TOKENS, 100, 200, 400, 700])  # whole trees; by span
 def test_bfloat16_scorer_is_as_exact_as_autocast(length: int) -> None:
     (tokens, scored), trees, sequences = row(), TREES, SEQUENCES
-    if length > 21:
+    if length > NUM_TOKENS:
         tokens = torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(0))
         trees = [PrefixTree((TreeSpan(-1, 20), TreeSpan(19, 40), TreeSpan(19, length - 60)))]
         scored, prompt = torch.arange(20, length), list(range(20))

@@ -49,6 +49,12 @@ def test_what_cannot_be_restored_is_refused(
     assert reason in str(error.value)
 
 
+def test_record_of_another_layout_of_the_tokens_is_refused(here: dict[str, str]) -> None:
+    recorded = {name: value for name, value in here.items() if name != "layout"}  # an older program
+    with pytest.raises(ConfigError, match=r"computed with layout none \(here 2\)"):
+        models.use_arithmetic(recorded, here)
+
+
 def test_only_different_instructions_are_named(here: dict[str, str]) -> None:
     recorded = here | {"instructions": f"{here['instructions']} amx_of_tomorrow"}
     with pytest.raises(ConfigError) as error:
@@ -64,7 +70,7 @@ def test_variable_that_changes_instructions_is_refused(
 ) -> None:
     monkeypatch.setenv(name, "other")
     other = models.arithmetic(torch.device("cpu"), "float32", 1)
-    with pytest.raises(ConfigError, match=rf"instructions +\(here {name}=other\)"):
+    with pytest.raises(ConfigError, match=rf"instructions none \(here {name}=other\)"):
         models.use_arithmetic(here, other)
 
 
