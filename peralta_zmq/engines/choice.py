@@ -49,9 +49,9 @@ def choose_engine(
     """The engine for `engine.name`, and the reason.
 
     `auto` takes the native engine where vLLM or mlx-lm lack a sampling option or the model in
-    `folder`. Raises ConfigError if the engine lacks a setting, a sampling option, its library or,
-    engine mlx, the model, and StoreError for a folder without a readable config.json. Engine vllm
-    may run models that vLLM lacks with transformers' code; its start shows whether it can.
+    `folder`. Raises ConfigError if the engine lacks a setting, a sampling option or its library,
+    or if engine mlx lacks the model; StoreError for a folder without a readable config.json. Engine
+    vllm may run models that vLLM lacks with transformers' code; its start shows whether it can.
     """
     machine = machine or this_machine()
     config = {} if folder is None else read_config(folder)  # empty: the model is not known

@@ -27,7 +27,14 @@ from peralta_zmq.engines.native.kernels.decode_layer import (
     can_compile,
     library_for,
 )
-from peralta_zmq.engines.native.kv_cache import KVCache, Part, RowWindow, cache_shape
+from peralta_zmq.engines.native.kv_cache import (
+    RECURRENT_LAYERS,
+    KVCache,
+    Part,
+    RowWindow,
+    attending_layers,
+    cache_shape,
+)
 from peralta_zmq.engines.native.packed_linears import ModelWeights
 
 # Values of model_type. Llama families differ only in biases and in norms of query and key heads.
@@ -35,7 +42,9 @@ LLAMA_FAMILIES = ("llama", "qwen2", "qwen3")
 # The others run transformers' code, which takes one mask, or one per layer type.
 ONE_MASK_FAMILIES = ("gemma", "mistral", "ministral3", "olmo2", "qwen3_moe")
 MASKS_FAMILIES = ("gemma2", "gemma3_text", "olmo3", "smollm3")
-FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, *MASKS_FAMILIES)
+# Some of their layers are recurrent.
+HYBRID_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2")
+FAMILIES = (*LLAMA_FAMILIES, *ONE_MASK_FAMILIES, *MASKS_FAMILIES, *HYBRID_FAMILIES)
 ATTENTION_NAME = "peralta_zmq"  # name of `_attention` in transformers' registry
 
 
@@ -85,6 +94,8 @@ class Decoder:
         self.weights = ModelWeights(model, pack=not live)
         # Cosines and sines [capacity, D] of all positions; transformers' code computes its own.
         is_llama = config.model_type in LLAMA_FAMILIES
+        self.is_hybrid = config.model_type in HYBRID_FAMILIES
+        self._indices = {layer: index for index, layer in enumerate(attending_layers(config))}
         self._rotary_table: Sequence[Tensor] = ()
         if is_llama:
             dtype_and_device = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -98,7 +109,10 @@ class Decoder:
         self._graphs = GraphCache(capture, model.device) if capture and is_llama else None
 
     def hidden_states(self, batches: Sequence[NewTokens]) -> list[Tensor]:
-        """Last hidden states [n, S, hidden_size] of each of `batches`, added to the KV cache."""
+        """Last hidden states [n, S, hidden_size] of each of `batches`, added to the KV cache.
+
+        Of a hybrid model, a batch has one new token per row, or whole prompts without padding.
+        """
         for ids, positions, first_row in batches:
             start, end = self._spans(first_row, len(ids))
             self.cache.widen(int((positions - (end - start)).max()) + 1)
@@ -117,9 +131,8 @@ class Decoder:
                 layout=self.cache.layout,
             )
             return [hidden]
-        return [
-            self._forward(first_row, *(torch.tensor(each, device=self.device) for each in inputs))
-        ]
+        tensors = (torch.tensor(each, device=self.device) for each in inputs)
+        return [self._forward(first_row, *tensors, is_new=positions[0, 0] == 0)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self._model.lm_head(hidden)
@@ -161,6 +174,8 @@ class Decoder:
         positions: Tensor,  # [n, S], in the sequence
         start: Tensor,  # [n, 1], start of the row's span in the shared part
         end: Tensor,  # [n, 1], end of the row's span, excluded
+        *,
+        is_new: bool = False,  # the sequences begin here
     ) -> Tensor:
         columns = positions - (end - start)  # [n, S], positions in the row's own part
         masks: Any = self._masks(columns, start, end)
@@ -177,7 +192,9 @@ class Decoder:
             return self._model.model(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=RowWindow(self.cache, first_row, columns),
+                past_key_values=RowWindow(
+                    self.cache, first_row, columns, indices=self._indices, is_new=is_new
+                ),
                 attention_mask=masks,
                 use_cache=True,
             ).last_hidden_state
@@ -193,14 +210,14 @@ class Decoder:
         num_positions = self.cache.shared[0][0].shape[1] + self.cache.width
         return num_new == 1 or num_new * num_positions <= self._max_scores
 
-    def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Tensor]:
-        """Additive masks (0 or -inf), [n, 1, S, P + W], by layer type."""
+    def _masks(self, columns: Tensor, start: Tensor, end: Tensor) -> dict[str, Any]:
+        """Additive masks (0 or -inf), [n, 1, S, P + W], by layer type; None if it is recurrent."""
         shared = self._positions[: self.cache.shared[0][0].shape[1]]  # [P]
         own = self._positions[: self.cache.width]  # [W]
         outside_span = (shared < start) | (shared >= end)  # [n, P]
         outside_span = outside_span[:, None].expand(-1, columns.shape[1], -1)
         masked = torch.cat([outside_span, own > columns[..., None]], -1)  # [n, S, P + W]
-        masks = {"full_attention": self._additive_mask(masked)}
+        masks = {"full_attention": self._additive_mask(masked), **dict.fromkeys(RECURRENT_LAYERS)}
         if self._sliding_window is not None:
             # The span ends where the own part begins: positions of the span get negative columns.
             all_columns = torch.cat([shared - end, own.expand(len(columns), -1)], -1)  # [n, P + W]

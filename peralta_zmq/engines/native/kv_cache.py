@@ -1,4 +1,4 @@
-"""KV cache: keys and values of every row.
+"""KV cache: keys and values of every row, and the states of recurrent layers.
 
 Each row caches one sequence. A prefix that several rows have in common is stored once, in the
 shared part; the row's own part holds the rest and starts at column 0. Rows are only as wide as the
@@ -11,11 +11,15 @@ Letters in shapes: n rows, H key heads, P positions of the shared part, W width 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+RECURRENT_LAYERS = ("linear_attention", "conv")  # types of layers without keys and values
 
 
 class Span(NamedTuple):
@@ -31,8 +35,10 @@ EMPTY_SPAN = Span(0, 0)
 class KVCache:
     """Keys and values of `num_rows` sequences of at most `capacity` tokens.
 
-    `layers[i]` is the pair (keys, values) of layer i for the own parts, [n, H, W, D]; `shared[i]`
-    for the shared part, [H, P, D]. `layout` changes whenever these tensors move in memory.
+    `layers[i]` is the pair (keys, values) of the i-th layer with attention for the own parts,
+    [n, H, W, D]; `shared[i]` for the shared part, [H, P, D]. `layout` changes whenever these
+    tensors move in memory. `states` has the states [n, ...] of recurrent layers, by kind and layer;
+    a row's are those after its last token.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class KVCache:
         """
         self._set_width(0)
         self._own.zero_()
+        self.states = dict[tuple[str, int], Tensor]()
         self.drop_shared()
 
     def drop_shared(self) -> None:
@@ -122,6 +129,8 @@ class KVCache:
         self.spans[target] = start, end
         own_length = length - (end - start)
         self._own[:, :, target, :, :own_length] = self._own[:, :, source, :, :own_length]
+        for state in self.states.values():
+            state[target] = state[source]
 
     def read(self, row: int, length: int) -> Tensor:
         """A copy of the sequence of `length` tokens in a row, [layers, 2, H, length, D]."""
@@ -159,22 +168,35 @@ class RowWindow:
     """The rows from `first_row` on, in place of transformers' `Cache`.
 
     `columns` [n, S] are the columns of the new tokens. Only the native decoder's attention can use
-    the Parts that `update` returns.
+    the Parts that `update` returns. `indices` has those in the cache of the layers with attention;
+    None = all layers have it. The others begin without a state if `is_new`; if not, there is one
+    new token per row.
     """
 
-    def __init__(self, cache: KVCache, first_row: int, columns: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        first_row: int,
+        columns: Tensor,
+        *,
+        indices: Mapping[int, int] | None = None,
+        is_new: bool = False,
+    ) -> None:
         num_rows = len(columns)
         self._cache = cache
+        self._is_new = is_new
+        self._indices = indices
         self._slice = slice(first_row, first_row + num_rows)
         self._rows = torch.arange(first_row, first_row + num_rows, device=columns.device)[:, None]
         self._columns = columns
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Part, Part]:
         """Write keys and values [n, H, S, D] of new tokens; returns all keys and values."""
-        own_keys, own_values = self._cache.layers[layer]
+        index = self._indices[layer] if self._indices else layer
+        own_keys, own_values = self._cache.layers[index]
         own_keys[self._rows, :, self._columns] = keys.transpose(1, 2)
         own_values[self._rows, :, self._columns] = values.transpose(1, 2)
-        shared_keys, shared_values = self._cache.shared[layer]
+        shared_keys, shared_values = self._cache.shared[index]
         return (
             Part(shared_keys, own_keys[self._slice]),
             Part(shared_values, own_values[self._slice]),
@@ -184,12 +206,50 @@ class RowWindow:
         """Required by transformers, but not used: the decoder passes all positions."""
         return 0
 
+    # States of recurrent layers, as in transformers' `Cache`; a layer has one of each kind.
+
+    def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs [n, C, K] of a convolution, which the layer replaces in place."""
+        return self._state("conv", layer)
+
+    def update_conv_state(
+        self, inputs: Tensor, layer: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        """Keep the last of the first inputs [n, C, S] of new rows; returns them, padded to K."""
+        padded = pad(inputs, (max(0, conv_kernel_size - inputs.shape[-1]), 0))
+        self._keep("conv", layer, padded[..., -conv_kernel_size:])
+        return padded
+
+    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> Tensor | None:
+        return self._state("recurrent", layer)
+
+    def update_recurrent_state(self, state: Tensor, layer: int, state_idx: int = 0) -> None:
+        self._keep("recurrent", layer, state)
+
+    def is_recording_past(self, layer: int) -> bool:
+        return False
+
+    def _state(self, kind: str, layer: int) -> Tensor | None:
+        return None if self._is_new else self._cache.states[kind, layer][self._slice]
+
+    def _keep(self, kind: str, layer: int, state: Tensor) -> None:
+        states = self._cache.states
+        if (kind, layer) not in states:
+            states[kind, layer] = state.new_zeros(len(self._cache.spans), *state.shape[1:])
+        states[kind, layer][self._slice] = state
+
+
+def attending_layers(config: Any) -> list[int]:
+    """The layers that have keys and values."""
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return [layer for layer, each in enumerate(types) if each not in RECURRENT_LAYERS]
+
 
 def cache_shape(config: Any) -> dict[str, int]:
     """The arguments of KVCache that the model's config determines."""
     head_dim = getattr(config, "head_dim", None)
     return {
-        "num_layers": config.num_hidden_layers,
+        "num_layers": len(attending_layers(config)),
         "num_heads": config.num_key_value_heads,
         "head_dim": head_dim or config.hidden_size // config.num_attention_heads,
     }

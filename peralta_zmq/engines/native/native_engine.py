@@ -18,7 +18,7 @@ from torch import Tensor
 from peralta_zmq import models
 from peralta_zmq.engines import hf_engine
 from peralta_zmq.engines.engine_models import AdapterMerger, open_model
-from peralta_zmq.engines.native.decoder import FAMILIES, Decoder, NewTokens
+from peralta_zmq.engines.native.decoder import FAMILIES, HYBRID_FAMILIES, Decoder, NewTokens
 from peralta_zmq.engines.native.kv_cache import EMPTY_SPAN, cache_shape
 from peralta_zmq.engines.native.prefix_cache import (
     KEPT_FRACTION,
@@ -67,10 +67,12 @@ def native_engine(
         return hf_engine.open_live(model, tokenizer, settings, step=step, merger=merger)
     check_length(model.config, settings.max_model_len)
     length = min(settings.max_model_len, models.max_positions(model))
-    fraction = KEPT_FRACTION if settings.keeps_turns else 0.0
+    is_hybrid = family in HYBRID_FAMILIES
+    fraction = KEPT_FRACTION if settings.keeps_turns and not is_hybrid else 0.0
+    num_values = length * 2 * math.prod(cache_shape(model.config).values())
     # Without logits, and the packing of weights.
     check_cache_memory(
-        length * 2 * math.prod(cache_shape(model.config).values()) * model.dtype.itemsize,
+        num_values * model.dtype.itemsize + (_state_bytes(model) if is_hybrid else 0),
         slots=settings.slots,
         max_model_len=length,
         rows_per_slot=1 + fraction,
@@ -85,6 +87,15 @@ def native_engine(
     )
     rows = Rows(settings.slots, tokenizer, end_ids, max_model_len=length)
     return RowEngine(cached_rows, rows, step=step, merger=merger)
+
+
+@torch.inference_mode()
+def _state_bytes(model: models.Model) -> int:
+    """Size of the states of a row, as one token gives it."""
+    decoder = Decoder(model, num_rows=1, capacity=1, live=True)
+    first = np.zeros((1, 1), np.int64)
+    decoder.hidden_states([NewTokens(first, first, first_row=0)])
+    return sum(state.nbytes for state in decoder.cache.states.values())
 
 
 class CachedRows:
@@ -115,8 +126,10 @@ class CachedRows:
         Those of standalone requests are computed here: in the prefix cache, they would shorten the
         common prefix of the others.
         """
-        started = [request for request in requests if request in self._turn_cache]
-        others = [request for request in requests if request not in self._turn_cache]
+        # One of several requests that continue the same turn; the others compute their prompts.
+        kept = {each.continues: each for each in requests if each in self._turn_cache}
+        started = list(kept.values())
+        others = [each for each in requests if each is not kept.get(each.continues)]
         logits = list[Tensor]()
         for start in range(0, len(started), PROMPT_ROWS):
             batch = started[start : start + PROMPT_ROWS]

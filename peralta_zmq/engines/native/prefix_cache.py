@@ -57,6 +57,8 @@ class PrefixCache:
         Returns the logits [n, V] of `running`, the newest tokens of other rows, which are computed
         in the same pass.
         """
+        if self._decoder.is_hybrid:  # the state after a padded prompt would be another one
+            prompts = [prompt for prompt in prompts if len(prompt) == len(prompts[0])]
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         prompts = list(distinct.values())[:PROMPT_ROWS]
         start = self._prepare_prefix(prompts)
@@ -85,6 +87,8 @@ class PrefixCache:
 
         Returns the number of tokens in the shared part; 0 if it has no room.
         """
+        if self._decoder.is_hybrid:  # a shorter prefix has another state
+            return 0
         prefix = _shortened(self._prefix, prompts)
         if self._may_replace and len(prefix) == 0:
             prefix = _shortened(prompts[0], prompts)

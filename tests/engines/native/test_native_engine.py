@@ -22,6 +22,7 @@ from engine_data import (
     PROMPTS,
     assert_exact_logprobs,
     assert_greedy_matches,
+    completed,
     engine_on,
     plain_greedy,
     requests,
@@ -228,6 +229,22 @@ def test_resumed_completions_share_the_common_prefix(tokenizer: Any) -> None:
     batch = [replace(each, resumes=cut[each.index]) for each in batch]
     num_cut = len(cut[0].token_ids)
     assert tokens_computed(tokenizer, batch, length=num_cut + 1) == 20 + 4 * (1 + num_cut)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_resumed_completion_begins_with_the_states_after_its_tokens(
+    family: str, tokenizer: Any
+) -> None:
+    engine = engine_of(sharp_model(**FAMILIES[family]), tokenizer)
+    (whole,) = sampled(engine, GREEDY, requests(PROMPTS[2:3]))
+    (request,) = with_sampling(GREEDY, requests(PROMPTS[2:3]))
+    engine.submit([request])
+    for _ in range(4):
+        assert engine.advance() == []
+    (partial,) = engine.drop([request.index])
+    (resumed,) = completed(engine, [replace(request, resumes=partial)])
+    assert tokens([resumed]) == tokens([whole])
+    assert 0 < len(partial.token_ids) < len(whole.token_ids)
 
 
 @pytest.mark.skipif(not USES_KERNELS, reason="torch computes prompts in passes of their own")
