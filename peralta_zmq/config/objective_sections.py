@@ -49,8 +49,8 @@ Range: TypeAlias = Annotated[
 class LossSection(PartialSection):
     """The loss function; `bin/trainer --help loss` has the named losses, which set some of these.
 
-    A setting that is left out has the value of the named loss. Settings that have no effect with it
-    are refused.
+    A setting that is left out has the value of the named loss. An option that it does not have is
+    refused.
     """
 
     name: Text = "reinforce"

@@ -35,7 +35,7 @@ FREE_SETTINGS = {
     *("run.fork", "run.from_step", "run.fork_optimizer"),  # without effect on an existing run
     *("run.report_to", "engine.gpu_memory_utilization", "engine.vllm_args"),
     *("task.reward_timeout", "task.reward_workers"),
-    "train.memory_fraction",
+    *("train.memory_fraction", "train.samples_while_waiting"),
     # The journal has the numbers that each step was trained with.
     *("train.learning_rate", "train.lr_scheduler_type", "train.warmup_steps", "train.max_steps"),
     *("train.weight_decay", "train.max_grad_norm"),

@@ -55,6 +55,11 @@ class TaskSection(RewardSettings):
     """completions after which an episode with several turns is cut off"""
     reward_timeout: PositiveFloat = 10.0
     """seconds for one call of a reward function; after a timeout the group is discarded"""
+    agent_timeout: PositiveFloat = 600.0
+    """seconds for one session of an agent; after a timeout its group is discarded"""
+    agent_history: Literal["branch", "refuse"] = "branch"
+    """what a request of an agent becomes that does not continue its earlier ones: a rollout of its
+    own, or an error"""
     reward_workers: PositiveInt | None = None
     """processes that call reward functions, on each generator and verifier; None = CPU cores /
     run.num_workers"""
@@ -136,6 +141,11 @@ class EnvSection(RewardSettings, DataSection):
         path = Path(os.path.expanduser(source or ""))
         is_path = bool(source) and (len(path.parts) > 1 or bool(path.suffix) or path.is_dir())
         return self.task or ("rows" if is_path and not _is_for_calculator(path) else "calculator")
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether its completions are those that an agent asks for."""
+        return self.task_name.startswith("agent:")
 
     @property
     def label(self) -> str:
@@ -254,6 +264,9 @@ class TrainSection(Section):
     """weight versions that generators may run ahead; 0 = on-policy"""
     max_off_policy_steps: NonNegativeInt = 8
     """drop groups sampled by weights more than this many steps old"""
+    samples_while_waiting: Literal["auto", "always", "never"] = "auto"
+    """a trainer that waits for half of its time samples, too, at low priority; auto = on a CPU with
+    generators on other machines"""
     memory_fraction: Fraction | None = None
     """fraction of the memory of its device that the trainer may use; None = all"""
 

@@ -228,12 +228,13 @@ def _without_replayed(rows: Rows) -> Rows:
 def _stats(rows: Rows, name: str) -> GeneratorStats:
     """A generator's means over the rows: a single report covers only two seconds."""
 
-    def mean(metric: str) -> float:
-        return finite_mean((number(row, f"gen/{name}/{metric}") for row in rows), default=0.0)
+    def mean(metric: str, *, without: float | None = None) -> float:
+        values = (number(row, f"gen/{name}/{metric}") for row in rows)
+        return finite_mean((value for value in values if value != without), default=0.0)
 
     return GeneratorStats(
         name,
-        tokens_per_s=mean("tokens_per_s"),
+        tokens_per_s=mean("tokens_per_s", without=0.0),  # 0 before the first finished group
         blocked=mean("blocked_frac"),
         queue=mean("queue_frac"),
         reload_seconds=mean("reload_s"),

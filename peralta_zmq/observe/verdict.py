@@ -62,8 +62,8 @@ class Limits:
     diverged: float = 0.3
     recent: int = 5
     truncated: float = 0.9  # share of completions that are cut off at their limit
-    solved: float = 0.9  # mean reward, at least
-    hopeless: float = 0.1  # mean reward, at most
+    solved: float = 0.9  # lowest mean reward of a solved task
+    hopeless: float = 0.1  # highest mean reward of one that is too hard
 
 
 LIMITS = Limits()
@@ -494,7 +494,8 @@ def _one_blocked(state: RunState) -> Iterator[Verdict]:
 
 def _slow_generator(state: RunState) -> str:
     """The slowest generator, as text; empty unless it is much slower than the median."""
-    slowest = min(state.generators, key=lambda generator: generator.speed, default=None)
+    measured = (generator for generator in state.generators if generator.tokens_per_s)
+    slowest = min(measured, key=lambda generator: generator.speed, default=None)
     if not slowest or slowest.speed >= 0.5 * median(stats.speed for stats in state.generators):
         return ""
     total = sum(generator.tokens_per_s for generator in state.generators)

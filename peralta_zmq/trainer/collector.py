@@ -1,10 +1,10 @@
 """Batch collection: receive groups until a batch is full, and journal each group.
 
-The states of a group, which announcements acknowledge to its sender:
+The states of a group; announcements acknowledge all but the first to its sender:
 
-    received  read from the socket, decoded and validated; or lost: it will never arrive
+    received  read from the socket, decoded and validated; or its sender has lost it
     settled   it has an outcome (learning/admission.py): admitted to the batch, or dropped
-    durable   the journal on disk has its frame, or the outcome of a dropped group
+    durable   the journal on disk has its frame, or its outcome if it is dropped (see max_dropped)
     consumed  its training step has begun; a dropped group is consumed at once
 
 A received group is settled and journaled at once, except duplicates, refused groups, and those that
@@ -30,7 +30,7 @@ from peralta_zmq.learning.optimizer import UpdateSettings
 from peralta_zmq.rollout import RolloutGroup
 from peralta_zmq.trainer import journal as journals
 from peralta_zmq.trainer.evaluation import EvaluationCoordinator
-from peralta_zmq.trainer.generator_registry import GeneratorRegistry
+from peralta_zmq.trainer.generator_registry import GeneratorRegistry, Sender
 from peralta_zmq.trainer.journal import DroppedGroup, Journal
 from peralta_zmq.trainer.sample_ranges import Curriculum, range_size
 from peralta_zmq.trainer.session import ProgressAnnouncer, Session
@@ -322,7 +322,7 @@ class BatchCollector:
 
 @dataclass(slots=True)
 class Acknowledgements:
-    """Announces which groups of each live sender are received, durable and consumed."""
+    """Announces which groups of each live sender are settled, durable and consumed."""
 
     announcer: ProgressAnnouncer
     admission: Admission
@@ -341,31 +341,34 @@ class Acknowledgements:
         self, step: int, *, started_step: int, waiting: bool = False, done: bool = False
     ) -> None:
         """Announce the trainer's progress, and acknowledge the groups of all live senders."""
-        ledger = self.admission.ledger
         self.generators.remove_silent()
-        senders = self.generators.live
-        live = [sender.id for sender in senders]
-        ranges = {sender.id: sender.sample_range for sender in senders if sender.sample_range}
+        live = self.generators.live
         self.announcer.publish(
             step=step,
             started_step=started_step,
-            received={sender: ledger.settled(sender) + 1 for sender in live},
-            durable={sender: self.durable.get(sender, 0) for sender in live},
-            received_end={sender: ledger.highest(sender) + 1 for sender in live},
-            consumed={sender: self.consumed[sender] for sender in live},
+            senders={sender.id: self._progress_of(sender) for sender in live},
             suppliers=dict(self.suppliers.most_common(MAX_SUPPLIERS)),
-            without_status=self.generators.without_status(),
             waiting=waiting,
             done=done,
             groups_in_step=self.groups_in_step,
             next_sample_index=self.curriculum.ranges.next_index,
-            range_starts={sender: samples.start for sender, samples in ranges.items()},
-            range_ends={sender: samples.stop for sender, samples in ranges.items()},
             excluded=self.curriculum.pools.excluded,
         )
         # An announcement lists all n live senders for each of them, so it costs O(n^2): those that
         # only acknowledge groups are 20 ms apart for n = 100.
         self.next_publish = time.monotonic() + min(1.0, 2e-6 * len(live) ** 2)
+
+    def _progress_of(self, sender: Sender) -> wire.SenderProgress:
+        ledger = self.admission.ledger
+        return wire.SenderProgress(
+            settled=ledger.settled(sender.id) + 1,
+            settled_end=ledger.highest(sender.id) + 1,
+            durable=self.durable.get(sender.id, 0),
+            consumed=self.consumed[sender.id],
+            range_start=sender.sample_range.start,
+            range_stop=sender.sample_range.stop,
+            without_status=self.generators.without_status(sender),
+        )
 
     @property
     def suppliers(self) -> Counter[str]:

@@ -2,7 +2,7 @@
 
 The trainer announces the step to evaluate, and the generators send answers as groups of rollouts.
 Training continues meanwhile, except while step 0 and the last step are evaluated: then the trainer
-samples too, from the last problem on.
+samples too, beginning with the last problem.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 
-from peralta_zmq import build, models
+from peralta_zmq import build, models, serving
 from peralta_zmq.config import Config
 from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.environments.curriculum import MAX_POSITIONS
@@ -36,10 +36,16 @@ class Answering:
         self, config: Config, engine: Engine, tokenizer: models.Tokenizer, held_out: Environments
     ) -> None:
         self._held_out = held_out
-        self._sampler = Sampler(engine, tokenizer, max_turns=config.task.max_turns)
+        self._stack = ExitStack()
+        chats = serving.open_server(
+            config, tokenizer, self._stack, max_model_len=engine.max_model_len
+        )
+        self._sampler = Sampler(
+            engine, tokenizer, max_turns=config.task.max_turns, sessions=chats.sessions
+        )
         self._sampling_of = build.eval_group_sampling(config, seed=config.run.seed)
         self._sampled: list[RequestGroup] = []
-        # Groups whose rewards are computed.
+        # Groups whose rewards are being computed.
         self._scored: list[tuple[RequestGroup, Future[list[Score]]]] = []
         self._num_answered = 0
         self._failure: TaskError | None = None  # the last failure of a reward
@@ -57,7 +63,7 @@ class Answering:
         self._sampled.append(group)
 
     def advance(self) -> list[tuple[Problem, list[Answer]]]:
-        """Take a decode step, or wait for a reward; returns the answers whose rewards are there."""
+        """Take a decode step, or wait for a reward; returns the answers that have rewards."""
         for group in self._sampler.advance():
             self._sampled.remove(group)
             scores = self._held_out.score(group.problem, group.completions)
@@ -83,6 +89,7 @@ class Answering:
 
     def close(self) -> None:
         self._sampler.drop(self._sampled)
+        self._stack.close()
 
 
 def _answers(group: RequestGroup, scores: Sequence[Score]) -> list[Answer]:

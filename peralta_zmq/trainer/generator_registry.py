@@ -25,6 +25,7 @@ STATISTICS = (
     "unscored",
     "aborted",
     "resumed",
+    "branched",
 )
 
 
@@ -221,14 +222,10 @@ class GeneratorRegistry:
     def is_live(self, sender_id: str) -> bool:
         return sender_id in self._live
 
-    def without_status(self) -> dict[str, int]:
-        """Live senders with groups but no status for `silent_seconds` or more -> these seconds."""
-        return {
-            sender.id: int(sender.seconds_without_status)
-            for sender in self._live.values()
-            if sender.newest_group is not None
-            and sender.seconds_without_status >= self.limits.silent_seconds
-        }
+    def without_status(self, sender: Sender) -> int:
+        """Seconds in which groups of the sender came, but no status; 0 below `silent_seconds`."""
+        seconds = sender.seconds_without_status
+        return int(seconds) if seconds >= self.limits.silent_seconds else 0
 
     def _report_silent(self, sender: Sender, connection: str, *, step: int) -> None:
         now = time.monotonic()

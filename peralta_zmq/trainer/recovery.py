@@ -258,9 +258,8 @@ def load_journaled_batch(
 ) -> LoadedBatch:
     """Load the batch of `step` from the journal into the collector.
 
-    It is complete if it is full, or if groups were refused and it is not the last step of the
-    journal. An incomplete last step is the beginning of the next batch. An earlier one is damaged:
-    raises JournalError, as for a group that the checkpoint has counted, too.
+    An incomplete last step is the beginning of the next batch. An earlier one is damaged: raises
+    JournalError, as for a group that the checkpoint has counted, too.
     """
     journal = collector.journal
     wait_out = collector.session.wait_out
@@ -287,7 +286,9 @@ def load_journaled_batch(
             )
         collector.curriculum.update(group, outcome)
     collector.restore_batch(decoded.groups)
-    if collector.is_full or (decoded.num_refused and step < max(wait_out(journal.steps))):
+    batch_size = collector.session.config.train.batch_size
+    is_newest = step >= max(wait_out(journal.steps), default=step)
+    if decoded.is_complete(batch_size, is_newest=is_newest):
         return LoadedBatch(True, decoded.begun)
     # The batch has too few groups: raises JournalError unless this is the last step.
     wait_out(lambda: journal.check_last(step, "is missing or lacks groups"))

@@ -71,7 +71,7 @@ class Session:
 
 
 class StopSignal:
-    """Sets `requested` on the first SIGINT or SIGTERM; the second one ends the process."""
+    """Sets `requested` on SIGINT or SIGTERM; a second signal of the same kind ends the process."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -87,7 +87,7 @@ class StopSignal:
             time.sleep(0.1)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # the next signal ends the process
+        signal.signal(number, signal.SIG_DFL)  # the next one ends the process
         self.requested = True
 
 

@@ -75,15 +75,22 @@ def open_trained_model(config: Config, tokenizer: models.Tokenizer, ranks: Ranks
     )
 
 
+MAX_BRANCHES = 16  # rollouts of an agent
+
+
 def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:
     """Limits of groups that generators with these settings send."""
-    sizes = config.group_sizes
     evaluated = config.eval_environments
+    sizes = dict(config.group_sizes)
+    num_rollouts = max(*sizes.values(), *map(config.rollouts_per_example_of, evaluated))
+    if agents := [env.label for env in (*config.environments, *evaluated) if env.has_agent]:
+        num_rollouts *= MAX_BRANCHES
+        sizes |= dict.fromkeys(agents, 0)  # any number
     samplings = [build.make_sampling(config, env, seed=0) for env in config.environments]
     samplings += [build.make_eval_sampling(config, env, seed=0) for env in evaluated]
     return wire.GroupLimits(
         int(model.config.vocab_size),
-        max_rollouts=max(*sizes.values(), *map(config.rollouts_per_example_of, evaluated)),
+        max_rollouts=num_rollouts,
         max_tokens=min(config.engine.max_model_len, models.max_positions(model)),
         max_generated=max(sampling.max_completion_length for sampling in samplings),
         max_turns=config.task.max_turns,
@@ -182,7 +189,7 @@ class PolicyPublisher:
         stack.callback(lambda: self._publisher.close(self._timeout()))
 
     def publish(self, step: int, *, keyframe: bool = False) -> float:
-        """Copy the weights of `step`, publish them in the background; the seconds of the copy."""
+        """Publish the weights of `step` in the background; returns the seconds of their copy."""
         self.newest_step = step
         # transformers can load the folder of the last step.
         keyframe = keyframe or step >= self._session.config.train.max_steps

@@ -34,6 +34,7 @@ from peralta_zmq.trainer.checkpoint import CheckpointWriter
 from peralta_zmq.trainer.collector import BatchCollector
 from peralta_zmq.trainer.early_stop import EarlyStop
 from peralta_zmq.trainer.generator_registry import GeneratorRegistry, report_mismatches
+from peralta_zmq.trainer.own_generator import OwnGenerator
 from peralta_zmq.trainer.ranks import is_leader, join, run_follower, shutdown
 from peralta_zmq.trainer.recovery import Recovery
 from peralta_zmq.trainer.start_report import start_lines
@@ -118,6 +119,8 @@ class Trainer:
         self.mismatch = MismatchStatistics()
         self.early_stop = EarlyStop(config.early_stop)
         session.open_dashboard(config, stack, run_log)
+        self._own_generator = OwnGenerator(config, config.run_folder)
+        stack.enter_context(closing(self._own_generator))
         # Until here a signal ended the process at once, because there was no progress to save.
         stop.install()
 
@@ -179,6 +182,8 @@ class Trainer:
             while learner.compute():  # a micro-batch that they fill
                 collector.serve(self.step + 1)
             self._maintain(is_idle=not groups)
+            if not groups:
+                self._own_generator.poll(time.monotonic() - started - learner.seconds)
         if collector.started_step <= self.step:  # a stop is requested
             return
         wait_seconds = time.monotonic() - started - collector.journal_seconds - learner.seconds
@@ -194,8 +199,10 @@ class Trainer:
             "time/publish": publish_seconds,
         }
         result.metrics.update(timings | self.publishing.metrics())
-        self.record(result, step_time=time.monotonic() - started)
+        step_seconds = time.monotonic() - started
+        self.record(result, step_time=step_seconds)
         failpoint("trainer.recorded")
+        self._own_generator.record(waited=wait_seconds, seconds=step_seconds)
         if self.step % config.eval.interval == 0:
             self.evaluations.request(self.step)
         if self.step % config.checkpoint.interval == 0:
@@ -213,7 +220,7 @@ class Trainer:
             self.publish()
 
     def finish_step(self, *, repeated: UpdateSettings | None = None) -> StepResult:
-        """Take the next training step on the groups that the learner has; `repeated` as there."""
+        """Take the next step on the learner's groups; `repeated` as in `Learner.finish_step`."""
         run_log = self.session.run_log
         result = self.policy.learner.finish_step(repeated=repeated)
         failpoint("trainer.learned")

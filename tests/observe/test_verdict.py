@@ -85,6 +85,10 @@ RUNS: dict[str, tuple[Sequence[Row], Sequence[Row], float | None, str, str]] = {
         time__wait_for_batch=1.24), [], None, "warn",
         "the trainer waits 62% of its time for rollouts; nas is slow: 40 of 840 tokens/s; add a "
         "generator on another machine, or raise engine.slots"),
+    "generator without a finished group is not slow": (run(10, gen("a"), gen("b"),
+        gen("own", tokens_per_s=0.0), time__wait_for_batch=1.24), [], None, "warn",
+        "the trainer waits 62% of its time for rollouts; add a generator on another machine, or "
+        "raise engine.slots"),
     "blocked generator is not slow": (run(10, gen("a"), gen("b"), gen("c", tokens_per_s=40.0,
         blocked_frac=0.9)), [], None, "warn",
         "only c is blocked, 90% of its time until the trainer catches up, the others 5%; the "

@@ -34,6 +34,9 @@ class HeldOut:
     def has_turns(self, problem: Problem) -> bool:
         return problem.task == "turns"
 
+    def has_agent(self, problem: Problem) -> bool:
+        return False
+
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Any]:
         count = sum(message.role == "assistant" for message in messages)
         future: Future[Any] = Future()

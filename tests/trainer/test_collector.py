@@ -290,7 +290,7 @@ def test_suppliers_have_groups_in_the_newest_steps(stack: ExitStack, tmp_path: P
     for step in (102, 103):
         suppliers(step, "bob")
     assert suppliers(104, "bob") == {"bob": 4}
-    names = {sender.partition("/")[0] for sender in scene.published[-1].received}
+    names = {sender.partition("/")[0] for sender in scene.published[-1].senders}
     assert names == {"ann", "bob", "stale"}
 
 
@@ -313,10 +313,8 @@ def range_of(
 
     eventually(arrived)
     scene.collector.acknowledgements.publish(0, started_step=0)
-    newest = scene.published[-1]
-    if status.sender not in newest.range_starts:
-        return None
-    return range(newest.range_starts[status.sender], newest.range_ends[status.sender])
+    progress = scene.published[-1].senders[status.sender]
+    return range(progress.range_start, progress.range_stop) or None
 
 
 def granted_ends(folder: Path, step: int) -> list[int]:
@@ -350,7 +348,8 @@ def test_ranges_are_granted_between_two_micro_batches(stack: ExitStack, tmp_path
     def is_announced() -> bool:
         sender.send(ANN)
         scene.collector.serve(1)
-        return bool(scene.published and scene.published[-1].range_starts)
+        senders = scene.published[-1].senders.values() if scene.published else ()
+        return any(progress.range_stop for progress in senders)
 
     eventually(is_announced)
     assert not scene.published[-1].waiting
@@ -428,13 +427,18 @@ def test_invalid_groups_of_unknown_senders_are_only_counted(
     ledger = scene.collector.admission.ledger
     assert ledger.outcomes == {"trained": 2, "invalid": 1}
     assert list(ledger.settled_by_sender) == [invalid.sender]
-    assert list(scene.published[-1].received) == [invalid.sender]
+    assert list(scene.published[-1].senders) == [invalid.sender]
     rows = read_rows(tmp_path / "events.jsonl")
     assert [row["event"] for row in rows] == ["join", "drop"]
     assert [record.kind for record in scene.collector.journal.read(1)] == [
         journals.GROUP, journals.DROPPED, journals.GROUP, journals.BEGUN
     ]  # fmt: skip
     assert scene.collector.metrics()["dropped/invalid"] == num + 1
+
+
+def durable(scene: Opened) -> list[int]:
+    """By sender in the newest announcement: the number of durable groups."""
+    return [progress.durable for progress in scene.published[-1].senders.values()]
 
 
 def test_acknowledgement_volume_is_bounded_for_many_senders(
@@ -446,9 +450,9 @@ def test_acknowledgement_volume_is_bounded_for_many_senders(
     assert len(scene.collect()) == NUM_SENDERS
     seconds = monotonic() - started
     *acknowledgements, begin = scene.published
-    assert (begin.started_step, len(begin.consumed)) == (1, NUM_SENDERS)
+    assert (begin.started_step, len(begin.senders)) == (1, NUM_SENDERS)
     # Each announcement goes to every sender that it lists.
-    entries = sum(len(announcement.received) ** 2 for announcement in acknowledgements)
+    entries = sum(len(announcement.senders) ** 2 for announcement in acknowledgements)
     assert 0 < entries <= MAX_ENTRIES_PER_SECOND * seconds + NUM_SENDERS**2
 
 
@@ -460,14 +464,13 @@ def test_all_groups_are_acknowledged_when_the_queue_is_empty(
     deadline = monotonic() + DEADLINE
 
     def until_durable() -> None:
-        durable = scene.published[-1].durable.values() if scene.published else ()
-        is_durable = list(durable) == [1] * NUM_SENDERS
+        is_durable = bool(scene.published) and durable(scene) == [1] * NUM_SENDERS
         scene.session.stop.requested = is_durable or monotonic() > deadline
 
     scene.collect(meanwhile=until_durable)
     newest = scene.published[-1]
-    assert newest.waiting
-    assert list(newest.received.values()) == list(newest.durable.values()) == [1] * NUM_SENDERS
+    assert newest.waiting and durable(scene) == [1] * NUM_SENDERS
+    assert [progress.settled for progress in newest.senders.values()] == [1] * NUM_SENDERS
 
 
 def test_groups_are_yielded_when_no_further_group_waits(stack: ExitStack, tmp_path: Path) -> None:
@@ -532,9 +535,9 @@ def test_commits_of_single_groups_are_batched_and_end_before_the_step(
     assert max(waited) < limits.commit_seconds + 2 * SlowReceiver.GAP
     kinds = [record.kind for record in journal.read(1)]
     assert journal.num_waiting == 0 and kinds == [journals.GROUP] * num + [journals.BEGUN]
-    assert list(scene.published[-1].durable.values()) < [num]  # announced before the commit
+    assert durable(scene) < [num]  # announced before the commit
     scene.collector.acknowledgements.publish(1, started_step=1)
-    assert list(scene.published[-1].durable.values()) == [num]
+    assert durable(scene) == [num]
 
 
 def test_commit_follows_the_end_of_an_outage_within_10_seconds(
