@@ -72,7 +72,7 @@ test-browser: setup  ## Tests of the dashboard in Debian's chromium-headless-she
 	@$(BIN)/python -m pytest tests/browser -m browser -rs --timeout 240 $(ARGS)
 
 ENGINE_TESTS := tests/engines/test_every_engine.py tests/engines/test_episodes.py \
-  tests/engines/test_choice.py tests/generator/serving/test_server.py \
+  tests/engines/test_choice.py tests/serving/test_server.py \
   tests/operate/doctor/test_machine_checks.py tests/models/test_other_libraries.py
 
 test-mlx: .venv-mlx/ready  ## The engines' tests with MLX, in an environment of its own

@@ -29,7 +29,7 @@ def run(*, quick: bool) -> Iterable[Claim]:
         ),
         last=1,
         rounds=1,
-        timeouts={"ours": 600.0, "trl:bfloat16": 2400.0, "trl:float32": 2400.0,
+        timeouts={"ours": 600.0, "trl:bfloat16": 2400.0, "trl:float32": 1500.0,
                   "ray_original": 1200.0},
         quick_timeouts={"ours": 300.0, "trl:bfloat16": 600.0, "trl:float32": 600.0,
                         "ray_original": 600.0},

@@ -12,7 +12,7 @@ PeraltaError
  |         +-- RewardUnavailableError  the same, if a later call may succeed
  +-- UserCodeError      a loss, advantage or filter function that the user wrote
  +-- EngineError        the sampling engine
- |    +-- EngineProcessError  a process of the engine that has died or hangs
+ |    +-- EngineProcessError  the engine or its process has failed
  +-- TrainingError      the optimization of the model
  +-- OutOfMemoryError   memory of the machine or of its GPU
  +-- RankError          a rank: one process of a distributed trainer
@@ -68,7 +68,7 @@ class StoreError(PeraltaError): ...
 
 
 class ChainError(StoreError):
-    """The next keyframe and the deltas after it are readable."""
+    """A version, or one that it builds on, is incomplete; a later keyframe may be readable."""
 
 
 class JournalError(PeraltaError): ...
@@ -95,7 +95,7 @@ class EngineError(PeraltaError):
 
 
 class EngineProcessError(EngineError):
-    """The process has failed and holds no weights; `apply` starts it again."""
+    """The engine or its process has failed and holds no valid weights; `apply` restores it."""
 
 
 class TrainingError(PeraltaError):

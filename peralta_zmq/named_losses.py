@@ -14,9 +14,9 @@ from typing import Any, Literal
 OBJECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
     "reinforce": ("-A pi; with epsilon_high times sg[min(r, 1 + epsilon_high)]", ("epsilon_high",)),
     "importance": (
-        "-sg[r (A - kl_tau lr)] pi; masked as token_mask; rollouts are masked whose geometric mean "
-        "of e^lr is outside 0.1 to 10, or that have a token with e^lr above 100; r of a whole "
-        "rollout (sequence_product) is at most 10",
+        "-sg[r (A - kl_tau lr)] pi; tokens are masked as with token_mask, and rollouts whose "
+        "geometric mean of e^lr is outside 0.1 to 10, or that have a token with e^lr above 100; r "
+        "of a whole rollout (sequence_product) is at most 10",
         (),
     ),
     "on_policy": ("-A exp(pi - sg[pi])", ()),

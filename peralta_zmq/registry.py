@@ -67,12 +67,13 @@ TABLES: dict[Kind, dict[str, str]] = {
 }
 # Prefix of a task's name -> class that makes the task from the rest of the name, after a colon.
 ADAPTERS = {
+    "agent": "peralta_zmq.environments.agents:AgentTask",
     "reasoning_gym": "peralta_zmq.environments.reasoning_gym_task:ReasoningGymTask",
     "verifiers": "peralta_zmq.environments.verifiers_task:VerifiersTask",
 }
 # Number of positional parameters, as in the protocols below; all further parameters are options.
 NUM_ARGUMENTS: dict[Kind, int] = {"loss": 1, "advantage": 2, "filter": 1}
-# Attributes that a task, a module, and an engine, a module or class, must have.
+# Functions that a task (a module) and an engine (a module or a class) must have.
 REQUIRED_FUNCTIONS: dict[Kind, tuple[str, ...]] = {
     "task": ("problems", "reward"),
     "engine": ("open",),
@@ -135,8 +136,7 @@ class WeightUpdate:
 class Engine(Protocol):
     """Samples completions with weights that can be replaced at any time.
 
-    A decode step is the forward pass that samples the next token of every completion in flight;
-    an engine that decodes whole batches takes one batch as a step.
+    A decode step samples the next token of each completion in flight, and starts what it can.
     """
 
     @property

@@ -4,9 +4,9 @@ A rollout is a completion with its prompt and reward; a group is all rollouts of
 to the trainer as one message. An incarnation is the 8 random bytes that a generator draws at each
 start and for each new run; a sender, NAME/INCARNATION, is one incarnation of one generator, and
 numbers its groups 0, 1, ... (`group_number`). A turn is a span of context tokens followed by a span
-of generated tokens. The trainer consumes one batch of groups in each training step, and then
-publishes the new weights as a weight version: a keyframe (all weights) or a delta (the changes
-since the previous version). The policy step of weights is the number of training steps that
+of generated tokens. The trainer consumes one batch of groups in each training step, and publishes
+new weights as a weight version: a keyframe (all weights) or a delta (the changes since the previous
+version). The policy step of weights is the number of training steps that
 produced them, 0 for the base model; that of a token is that of the weights that sampled it. Index t
 of every array with the shape [T] belongs to token t.
 """
@@ -33,7 +33,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
-ROUNDING = 1e-12  # relative rounding error of a reward that is the sum of some terms, at most
+ROUNDING = 1e-12  # largest relative rounding error of a reward that is the sum of some terms
 MAX_REWARD = 1e6  # largest absolute value, so that sums and squares of rewards do not overflow
 
 
@@ -125,8 +125,7 @@ class Request:
     """The partial completion to resume: its tokens are kept, with their logprobs and policy steps,
     and count towards all limits."""
     sampled: list[SampledToken] | None = None
-    """The engine appends each token when it is sampled. An engine that decodes whole batches
-    appends none."""
+    """The engine appends each token when it is sampled."""
 
     @property
     def prefix_ids(self) -> Int32Array:
@@ -153,6 +152,7 @@ class Completion:
     has_end_token: bool = False  # whether the last token is an end token
     messages: tuple[Message, ...] = ()  # after the prompt, if the problem has turns
     error: TaskError | None = None  # the reason why an episode could not be continued
+    score: Score | None = None  # given by the agent that asked for the completion
 
     @property
     def transcript(self) -> str:
@@ -182,7 +182,8 @@ class Rollout:
     loss_mask: BoolArray  # [T], True on generated tokens
     logprobs: Float32Array  # [T], 0 on the prompt
     """Log-probability of the sampled token under the weights that sampled it, at the sampling
-    temperature, over the full vocabulary, before top-k, top-p or min-p truncation."""
+    temperature, over the full vocabulary, before top-k, top-p or min-p truncation. After a change
+    of weights in the completion, keys and values of earlier tokens may be of older weights."""
     policy_steps: Int32Array  # [T], of the weights that sampled each token; -1 on the prompt
     reward: float
     finish_reason: FinishReason
@@ -272,8 +273,9 @@ class RolloutGroup:
             turn_rewards = tuple(rollout.turn_rewards for rollout in self.rollouts)
             newest_step = max(newest, default=self.policy_step)
             summary = GroupSummary(rewards, turn_rewards, newest_step)
-        for name, value in summary._asdict().items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "rewards", summary.rewards)
+        object.__setattr__(self, "turn_rewards", summary.turn_rewards)
+        object.__setattr__(self, "newest_step", summary.newest_step)
 
     @property
     def sender(self) -> str:
@@ -314,6 +316,9 @@ class PrefixTree(NamedTuple):
     """
 
     spans: tuple[TreeSpan, ...]
+    after: int = 0
+    """In a row of trees: number of tokens of the first tree, a single span, with which all
+    sequences of this one begin."""
 
     @property
     def num_tokens(self) -> int:

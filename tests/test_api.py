@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import unused_address
 
 import peralta_zmq as pz
 from peralta_zmq.errors import ConfigError, RunError
+from tools.link_proxy import free_ports
 
 ROWS = [
     {"prompt": f"add {one} to the product of 3 and {two}.", "answer": f"{one} + 3 * {two}"}
@@ -19,12 +19,12 @@ ROWS = [
     for two in range(1, 6)
 ]
 STEPS = 3
+NO_PAGE = {"port": None}
 
 
 def settings(folder: Path, **others: Any) -> dict[str, Any]:
-    port = int(unused_address().rpartition(":")[2])
     return {
-        **{"run": {"dir": str(folder)}, "wire": {"port": port}, "dashboard": {"port": None}},
+        **{"run": {"dir": str(folder)}, "wire": {"port": free_ports()}, "dashboard": NO_PAGE},
         **{"max_completion_length": 24, "num_generations": 4, "batch_size": 16, "slots": 16},
         **others,
     }

@@ -19,10 +19,10 @@ from peralta_zmq import models
 from peralta_zmq.config import load_config
 from peralta_zmq.environments.verifier_service import Verifier
 from peralta_zmq.errors import RewardError, RewardUnavailableError, TaskError
-from peralta_zmq.generator.serving.chats import ChatQueue
-from peralta_zmq.generator.serving.server import ChatServer
 from peralta_zmq.http_server import Limits
 from peralta_zmq.observe.dashboard.app import Dashboard
+from peralta_zmq.serving.chats import ChatQueue
+from peralta_zmq.serving.server import ChatServer
 from peralta_zmq.weights.backends import HttpBackend
 from peralta_zmq.weights.server import serve_weights
 

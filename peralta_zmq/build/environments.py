@@ -16,6 +16,7 @@ from peralta_zmq.addresses import host_and_port, read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.environments import rows_task
+from peralta_zmq.environments.agents import AgentFunctions, AgentTask
 from peralta_zmq.environments.dataset import (
     Environments,
     Functions,
@@ -73,6 +74,13 @@ def open_environments(
         loaded = loaded if limit < 0 else loaded[:limit]
         if isinstance(source, RemoteEnvironment):
             functions[env.label] = source
+        elif isinstance(source, AgentTask):
+            if local:
+                raise ConfigError(f"{env.task_name}: an agent runs beside a generator only")
+            functions[env.label] = AgentFunctions(
+                source.agent, make_agent_pool(config), model=config.run.name
+            )
+            loaded = [labeled_problem(problem, env.label) for problem in loaded]
         else:
             rewards = make_reward_functions(config, env, source, example=loaded[0])
             if any(each.function is rows_task.reward for each in rewards):
@@ -107,6 +115,17 @@ def make_reward_pool(config: Config, *, is_verifier: bool) -> RewardPool:
         num_workers=section.reward_workers or max(1, spare_cores),
         timeout_seconds=section.reward_timeout,
         queue_limit=256 if is_verifier else config.engine.slots,  # waiting completions
+    )
+
+
+def make_agent_pool(config: Config) -> RewardPool:
+    slots = config.engine.slots
+    return RewardPool(
+        num_workers=0,
+        num_awaiting=min(4, slots),  # an agent that blocks its process ends all agents there
+        concurrency=-(-slots // min(4, slots)),
+        timeout_seconds=config.task.agent_timeout,
+        queue_limit=slots,
     )
 
 

@@ -63,6 +63,13 @@ class Functions(Protocol):
         """The messages that follow a completion, the last of `messages`; None ends the episode."""
         ...
 
+    @property
+    def has_agent(self) -> bool: ...
+
+    def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
+        """Run an agent, which sends its requests to an OpenAI-compatible address."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -80,11 +87,15 @@ class Environments:
         return all(functions.has_room for functions in self.functions.values())
 
     def score(self, problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
+        known: Future[list[Score]] = Future()
         for completion in completions:
             if completion.error is not None:
-                failed: Future[list[Score]] = Future()
-                failed.set_exception(completion.error)
-                return failed
+                known.set_exception(completion.error)
+                return known
+        scores = [completion.score for completion in completions if completion.score is not None]
+        if len(scores) == len(completions):  # given by an agent
+            known.set_result(scores)
+            return known
         texts = [completion.text for completion in completions]
         token_ids = [completion.token_ids.tolist() for completion in completions]
         messages = [each.messages for each in completions] if self.has_turns(problem) else ()
@@ -100,6 +111,12 @@ class Environments:
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
         return self.functions[problem.task].reply(problem, messages)
+
+    def has_agent(self, problem: Problem) -> bool:
+        return self.functions[problem.task].has_agent
+
+    def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
+        return self.functions[problem.task].run_agent(problem, base_url=base_url, api_key=api_key)
 
     def close(self) -> None:
         for functions in self.functions.values():

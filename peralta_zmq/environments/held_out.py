@@ -1,7 +1,7 @@
 """Evaluation on held-out problems: assignment to generators, collected answers, avg@n, pass@k.
 
-An example is one held-out problem; a generator sends its answers as one group. It is sampled while
-the training continues, perhaps with newer weights than those of the step.
+An example is one held-out problem; a generator sends its answers as one group. They are sampled
+while the training continues, perhaps with newer weights than those of the step.
 """
 
 from __future__ import annotations

@@ -266,6 +266,14 @@ def checked_reward(result: object, *, num_turns: int = 0) -> float | dict[str, f
     return terms if is_mapping else total
 
 
+def checked_score(result: object) -> Score:
+    """The score that an agent gives; raises ValueError as `checked_reward`."""
+    reward = checked_reward(result)
+    if isinstance(reward, Score):
+        return reward
+    return Score(_total(reward), reward if isinstance(reward, dict) else {})
+
+
 def _checked_list(result: object) -> list[object]:
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
         raise ValueError(f"{_short_repr(result)}, which is not a list of numbers")

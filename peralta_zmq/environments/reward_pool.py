@@ -44,15 +44,16 @@ Result = TypeVar("Result")
 class RewardPool:
     """Calls reward functions in worker processes. Use with `closing`.
 
-    `num_workers` processes call ordinary functions; `concurrency` calls of coroutine functions are
-    awaited at the same time. If `queue_limit` completions wait for one of the two kinds, it has no
-    room. A process starts with its first call.
+    `num_workers` processes call ordinary functions; `num_awaiting` call coroutine functions, each
+    of which awaits `concurrency` calls at the same time. If `queue_limit` completions wait for one
+    of the two kinds, it has no room. A process starts with its first call.
     """
 
     def __init__(
         self,
         *,
         num_workers: int,
+        num_awaiting: int = 1,
         concurrency: int = 16,
         timeout_seconds: float,
         queue_limit: int,
@@ -61,13 +62,12 @@ class RewardPool:
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
         self._queue_limit = queue_limit
-        ordinary = [
-            _Worker(timeout_seconds, grace_seconds, awaits=False) for _ in range(num_workers)
-        ]
-        self._ordinary = _Workers(ordinary)
-        self._awaiting = _Workers(
-            [_Worker(timeout_seconds, grace_seconds, awaits=True)] * concurrency
-        )
+
+        def workers(count: int, *, awaits: bool) -> list[_Worker]:
+            return [_Worker(timeout_seconds, grace_seconds, awaits=awaits) for _ in range(count)]
+
+        self._ordinary = _Workers(workers(num_workers, awaits=False))
+        self._awaiting = _Workers(workers(num_awaiting, awaits=True) * concurrency)
         self._lock = threading.Lock()
         self._loop = None
 
@@ -286,6 +286,13 @@ class LocalFunctions:
     @property
     def has_turns(self) -> bool:
         return self._turns is not None
+
+    @property
+    def has_agent(self) -> bool:
+        return False
+
+    def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
+        raise NotImplementedError
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:

@@ -14,16 +14,18 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+from peralta_zmq.environments.agent_calls import AgentCall
 from peralta_zmq.environments.reward_functions import RewardCall, async_outcome, outcome
 from peralta_zmq.environments.tool_process import adopt_orphans, delete_folders, kill_descendants
 from peralta_zmq.environments.turns import ReplyCall
 from peralta_zmq.errors import described, prepare_streams
 from peralta_zmq.imports import import_object
 
-WorkerCall: TypeAlias = "RewardCall | ReplyCall"
+WorkerCall: TypeAlias = "RewardCall | ReplyCall | AgentCall"
 
 READY = "ready"  # reply to the name of a function that was imported
 
@@ -66,6 +68,8 @@ def _serve(connection: socket.socket) -> None:
 
 async def _serve_async(connection: socket.socket, timeout_seconds: float) -> None:
     tasks = set[asyncio.Task[None]]()
+    # Agents that are ordinary functions run in threads.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1024))
     reader, writer = await asyncio.open_connection(sock=connection)
 
     async def answer(number: int, content: str | WorkerCall) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation groups: the generators answer held-out problems with the weights of one policy step.
+"""Evaluation groups: the generators answer held-out problems with the weights of a step or later.
 
 The trainer announces the step to evaluate, and which problems are answered. A generator begins with
 its own share of the problems. Its training groups wait, and so do newer weights.

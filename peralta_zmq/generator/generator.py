@@ -1,6 +1,6 @@
 """The generator: sample completions, score them, send them to the trainer.
 
-A restarted generator continues from the weights and the trainer's announcements alone.
+A restarted generator needs only the weights and the trainer's announcements.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import logging
 import os
 from contextlib import ExitStack, closing
 
-from peralta_zmq import build, models, registry, wire
+from peralta_zmq import build, models, registry, serving, wire
 from peralta_zmq.addresses import with_port
 from peralta_zmq.build import dry_run
 from peralta_zmq.config import Config
 from peralta_zmq.engines import Sampler
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.errors import EngineError, EngineProcessError, OutOfMemoryError
-from peralta_zmq.generator import serving
 from peralta_zmq.generator.evaluation_groups import EvaluationGroups
 from peralta_zmq.generator.scoring import ScoringQueue
-from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.generator.trainer_link import Sockets, TrainerLink
 from peralta_zmq.generator.training_groups import TrainingGroups
 from peralta_zmq.generator.weight_sync import (
@@ -30,6 +28,7 @@ from peralta_zmq.generator.weight_sync import (
     open_subscriber,
 )
 from peralta_zmq.observe.terminal import WaitReport
+from peralta_zmq.serving.chats import ChatQueue
 
 MAX_ENGINE_FAILURES = 3  # crashes of the engine's process without a group in between
 logger = logging.getLogger(__name__)
@@ -38,10 +37,10 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> None:
     """Sample, score and send groups until the trainer announces the end of the run.
 
-    After a failed allocation it starts again with half the slots, and with the settings of another
-    run when the weights belong to it. Raises ConfigError, StoreError (a LoRA adapter of another
-    base), TaskError (unusable problems), WireError (the trainer refuses the keys),
-    EngineProcessError (it fails again and again) and OutOfMemoryError.
+    It starts again with half the slots after a failed allocation, and with the settings of another
+    run when the weights have become those of that run. Raises ConfigError, StoreError (a LoRA
+    adapter of another base), TaskError (unusable problems), WireError (the trainer refuses the
+    keys), EngineProcessError (it fails again and again) and OutOfMemoryError.
     """
     while True:
         try:
@@ -104,7 +103,9 @@ def run_once(config: Config) -> None:
             environments = build.open_environments(config, "train")
             stack.enter_context(closing(environments))
         logger.info("generator=%s threads=%d version=%d", name, threads, version.number)
-        chats = serving.serve_chats(config, engine, tokenizer, stack)
+        chats = serving.open_server(
+            config, tokenizer, stack, max_model_len=engine.max_model_len, serves_chats=True
+        )
         reader = dry_run.PromptReader.of(config, tokenizer)
         environments = dry_run.usable_environments(config, environments, "train", reader)
         rollouts = wire.RolloutSender(trainer.current, keys=keys)
@@ -148,13 +149,17 @@ class Generator:
         self._weights = weights
         self._link = link
         self._chats = chats
-        self._sampler = Sampler(engine, reader.tokenizer, max_turns=config.task.max_turns)
+        self._sampler = Sampler(
+            engine, reader.tokenizer, max_turns=config.task.max_turns, sessions=chats.sessions
+        )
         self._rewards = ScoringQueue(weights, link)
-        self._training = TrainingGroups(config, environments, weights, link, self._rewards)
+        self._training = TrainingGroups(
+            config, environments, weights, link, self._rewards, chats.sessions
+        )
         self._evaluation = EvaluationGroups(
             config, reader, self._training, weights, link, self._rewards
         )
-        self._keeps_weights = config.weights.update == "between_groups"  # within a group
+        self._keeps_weights = config.weights.update == "between_groups"
         self._num_engine_failures = 0  # crashes of its process since the last finished group
 
     def run(self) -> None:
@@ -179,6 +184,7 @@ class Generator:
                     self._num_engine_failures = 0
                     rewards.add(groups)
                 link.num_resumed = sampler.num_resumed
+                link.num_branched = sampler.num_branched
                 for group in rewards.finished():
                     link.send(group)
                 can_start = self._weights.subscriber.has_accepted and not rewards

@@ -1,7 +1,7 @@
 """Connection of a generator to the trainer: groups, statuses, announcements.
 
 Announcements report how far the trainer is with the groups of each sender (collector.py defines
-received, durable and consumed). The outbox keeps a group until it is durable, so that it can be
+settled, durable and consumed). The outbox keeps a group until it is durable, so that it can be
 sent again after a crash of the trainer. Statuses ask for sample ranges, which announcements grant.
 """
 
@@ -80,6 +80,7 @@ class TrainerLink:
         self._finished: tuple[Throughput, float] | None = None  # the last interval, and its seconds
         # Counts of GeneratorStatus, which the callers increase.
         self.num_unscored = 0
+        self.num_branched = 0
         self.num_aborted = 0
         self.num_resumed = 0
         self.is_run_complete = False
@@ -155,6 +156,7 @@ class TrainerLink:
                 unscored=self.num_unscored,
                 aborted=self.num_aborted,
                 resumed=self.num_resumed,
+                branched=self.num_branched,
                 step=self._weights.version.step,
                 tokens_per_s=counts.num_tokens / seconds,
                 blocked_frac=min(1.0, blocked / seconds),
@@ -218,16 +220,13 @@ class TrainerLink:
         announcement = self.announcement
         if announcement is None:
             return
-        sender = self.outbox.sender
         self.outbox.acknowledge(announcement)
-        self.ranges.add(
-            range(announcement.range_starts.get(sender, 0), announcement.range_ends.get(sender, 0))
-        )
+        progress = announcement.progress_of(self.outbox.sender)
+        self.ranges.add(range(progress.range_start, progress.range_stop))
         rollouts = self._sockets.rollouts.connection
         if rollouts.reconnect_if_silent(self.outbox.unreceived_seconds):
             self.outbox.must_resend = True
-        seconds = announcement.without_status.get(sender, 0)
-        self._sockets.statuses.unreceived_seconds = seconds
+        self._sockets.statuses.unreceived_seconds = progress.without_status
         self.is_run_complete |= announcement.done
 
     def _check_silence(self) -> None:
@@ -345,10 +344,10 @@ class Outbox:
         # Like a generator, the trainer draws an incarnation at each start.
         restarted = previous.incarnation not in (b"", announcement.incarnation)
         self.must_resend |= restarted
-        num_durable = announcement.durable.get(self.sender, 0)
+        progress = announcement.progress_of(self.sender)
         # A restart of the trainer loses groups that are not durable.
         num_known = 0 if restarted else self._num_received
-        num_received = max(num_known, num_durable, announcement.received.get(self.sender, 0))
+        num_received = max(num_known, progress.durable, progress.settled)
         now = time.monotonic()
         if num_received != self._num_received or not self.num_unreceived:
             self._unreceived_seconds = 0.0
@@ -357,14 +356,15 @@ class Outbox:
         self._num_received = num_received
         self._announced_at = now
         self.frames = {
-            number: frame for number, frame in self.frames.items() if number >= num_durable
+            number: frame for number, frame in self.frames.items() if number >= progress.durable
         }
         # The trainer would close the connection for a larger frame, and acknowledge no later one.
         for number, frame in list(self.frames.items()):
             if len(frame) > announcement.max_group_bytes:
                 limit = announcement.max_group_bytes
                 self._drop(number, f"{len(frame)} bytes; the trainer accepts {limit}")
-        self._num_consumed = announcement.consumed.get(self.sender, self._num_consumed)
+        if self.sender in announcement.senders:
+            self._num_consumed = progress.consumed
 
     def queue_lost(self) -> None:
         """Queue the frames that were probably lost, to be sent again.
@@ -378,7 +378,7 @@ class Outbox:
         if self.must_resend or min(elapsed, self.unreceived_seconds) > self._lost_seconds:
             below = self.next_group_number
         elif elapsed >= self._resend_seconds:
-            below = self._announcement.received_end.get(self.sender, 1) - 1
+            below = self._announcement.progress_of(self.sender).settled_end - 1
         else:
             return
         self.must_resend = False

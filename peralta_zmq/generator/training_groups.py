@@ -18,8 +18,9 @@ from itertools import count as count_from
 from peralta_zmq import build, wire
 from peralta_zmq.config import Config
 from peralta_zmq.engines import RequestGroup, Sampler
+from peralta_zmq.engines.sessions import Sessions
 from peralta_zmq.environments.curriculum import ProblemSampler, is_in_bitmap
-from peralta_zmq.environments.dataset import Environments
+from peralta_zmq.environments.dataset import Environments, problem_id
 from peralta_zmq.errors import ConfigError
 from peralta_zmq.generator.scoring import SampledGroup, ScoringQueue
 from peralta_zmq.generator.trainer_link import SILENCE_SECONDS, TrainerLink
@@ -44,7 +45,9 @@ class TrainingGroups:
         weights: ServedWeights,
         link: TrainerLink,
         rewards: ScoringQueue,
+        sessions: Sessions,
     ) -> None:
+        self._sessions = sessions
         self._config = config
         self._environments = environments
         self._weights = weights
@@ -55,7 +58,8 @@ class TrainingGroups:
             config.train.max_async_level,
             name=link.name,
             steps_per_version=config.weights.interval,
-            follow_step_size=len({*config.group_sizes.values()}) > 1,
+            follow_step_size=len({*config.group_sizes.values()}) > 1
+            or any(env.has_agent for env in config.environments),
             silence_seconds=link.silence_seconds,
         )
         self.groups: list[RequestGroup] = []  # in flight, or interrupted
@@ -69,6 +73,9 @@ class TrainingGroups:
         self._source = ProblemSource(config, self._environments, link)
         seed = sampling_seed(config.run.seed, link.outbox.sender, "training")
         self._sampling_of = build.group_sampling(config, seed=seed)
+        # The environment of the sessions that clients open.
+        self._agent_env = next((env for env in config.environments if env.has_agent), None)
+        self._client_sampling = build.make_sampling(config, self._agent_env, seed=seed)
 
     def submit_due(self, sampler: Sampler) -> None:
         """Resume interrupted groups, and start as many others as may be started now."""
@@ -81,6 +88,19 @@ class TrainingGroups:
             group = sampler.start(problem, *self._sampling_of(problem), replies=self._environments)
             self.groups.append(group)
             self._pacer.record_start()
+        self._start_of_clients(sampler)
+
+    def _start_of_clients(self, sampler: Sampler) -> None:
+        """Start the groups whose sessions clients open, and let them open further ones or not."""
+        if (env := self._agent_env) is None:
+            return
+        for begun in self._sessions.take_groups():
+            problem = Problem(problem_id([env.label, begun.name]), env.label, (), "")
+            group = sampler.start_agents(problem, begun.runs, num_runs=begun.size)
+            self.groups.append(group)
+            self._pacer.record_start()
+        is_open = self._may_start(sampler)
+        self._sessions.sampling = self._client_sampling if is_open else None
 
     def take(self, ended: Collection[RequestGroup]) -> list[SampledGroup]:
         """Remove the training groups among those that have ended; begin to score them."""
@@ -217,8 +237,8 @@ class ProblemSource:
 
 def own_share(announcement: wire.Announcement | None, sender: str) -> tuple[int, int]:
     """Index of a generator among the live ones that the trainer announces, and their number."""
-    received = announcement.received if announcement else {}
-    senders = sorted({*received, sender})
+    live = announcement.senders if announcement else {}
+    senders = sorted({*live, sender})
     return senders.index(sender), len(senders)
 
 
@@ -280,7 +300,7 @@ class SamplingPacer:
         names = announcement.suppliers.keys()
         if self._name not in names:
             # A sender is NAME/INCARNATION; a generator that has restarted has several.
-            names = {sender.split("/")[0] for sender in announcement.received}
+            names = {sender.split("/")[0] for sender in announcement.senders}
         share = math.ceil(groups_per_step / max(1, len(names)))
         started_step = max(announcement.started_step, step)  # the announcement may be old
         # The steps taken before the group is trained: pending groups are consumed first.

@@ -95,10 +95,13 @@ class ServedWeights:
             return None  # equal weights, published again with another number
         if version.lineage == previous.lineage and version.step > previous.step:
             return None
-        # After a roll-back, a policy step no longer identifies the weights of a sampled token. It
-        # is published with a higher version number; a rejection leads to a lower one.
+        # A policy step no longer identifies the weights of a sampled token. Weights after a
+        # roll-back have a higher version number; a rejection leads to a lower one.
         reason = f"rolled back to the weights of step {version.step}"
-        return Obsolete(reason, is_rejection=version.number < previous.number)
+        is_rejection = version.number < previous.number
+        if version.step == previous.step and not is_rejection:
+            reason = f"step {version.step} was trained again, with other results"
+        return Obsolete(reason, is_rejection=is_rejection)
 
 
 def apply_newest(

@@ -27,7 +27,7 @@ REPO = Path(__file__).resolve().parents[2]
 HOSTS_FILE = Path("configs/hosts.toml")  # without --hosts
 # rsync patterns of files that are neither copied to the host nor deleted there.
 EXCLUDED = (
-    *("/.git", "/.venv", "/.venv-other", "/.lan", "/runs", "/keys", "*.secret", "*.public"),
+    *("/.git", "/.venv", "/.venv-*", "/.lan", "/runs", "/keys", "*.secret", "*.public"),
     *("*.egg-info", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"),
 )
 KEYS = FOLDER / "keys"  # relative to the project folder

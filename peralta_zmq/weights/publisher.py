@@ -305,7 +305,7 @@ class VersionWriter:
         self._unlimited = threading.Event()  # set: the rate limit is lifted
 
     def write(self, snapshot: Snapshot) -> PublishReport:
-        """Write the snapshot as the next version, then prune old ones. The report has an error."""
+        """Write the snapshot as the next version, and prune old ones; errors go into the report."""
         started = time.monotonic()
         self._encode_seconds = 0.0
         version = None

@@ -19,6 +19,7 @@ from peralta_zmq.wire.announcements import (
     Announcement,
     AnnouncementPublisher,
     AnnouncementSubscriber,
+    SenderProgress,
 )
 from peralta_zmq.wire.auth import Authenticator, ServerLimits, generator_keys
 from peralta_zmq.wire.connection import SILENT_SECONDS, ConnectionTiming, accepts_connection
@@ -61,6 +62,7 @@ __all__ = [
     "ProbeServer",
     "RolloutReceiver",
     "RolloutSender",
+    "SenderProgress",
     "ServerLimits",
     "TrainerAddress",
     "accepts_connection",

@@ -21,8 +21,22 @@ from peralta_zmq.wire.connection import DEFAULT_TIMING, ClientConnection, Connec
 from peralta_zmq.wire.message_fields import MAX_MESSAGE, decode_fields, encode_fields
 from peralta_zmq.wire.rollout_sockets import open_server, open_socket, ready
 
-MAX_ANNOUNCEMENT = 5 << 20  # bytes; 4,096 senders with the longest names need 4.8 million
+MAX_ANNOUNCEMENT = 2 << 20  # bytes; 4,096 senders with the longest names need 1.5 million
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SenderProgress:
+    """What the trainer has done with the groups of a sender, and what it grants to this sender."""
+
+    settled: int = 0  # number of its groups before the first one without an outcome
+    settled_end: int = 0  # the number after its newest group with one; above `settled` at a gap
+    durable: int = 0  # number of its groups before the first one that is not durable
+    consumed: int = 0  # how many of its groups were used in a started step or dropped
+    # The new sample range that it alone draws: first index, and the one after the last.
+    range_start: int = 0
+    range_stop: int = 0
+    without_status: int = 0  # seconds in which its groups arrived, but no status; 0 if few
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +53,9 @@ class Announcement:
     started_step: int = 0  # training steps started
     version: int | None = None  # number of the newest weight version
     weights_id: str = ""  # hash that identifies the newest weight version
-    received: dict[str, int] = field(default_factory=dict[str, int])
-    """By live sender: number of its groups before the first one that was not received."""
-    durable: dict[str, int] = field(default_factory=dict[str, int])
-    """By live sender: number of its groups before the first one that is not durable."""
-    received_end: dict[str, int] = field(default_factory=dict[str, int])
-    """By live sender: the number after its newest received group; more than `received` at a gap."""
-    consumed: dict[str, int] = field(default_factory=dict[str, int])
-    """By live sender: how many of its groups were used in a started step or dropped."""
+    senders: dict[str, SenderProgress] = field(default_factory=dict[str, SenderProgress])  # live
     suppliers: dict[str, int] = field(default_factory=dict[str, int])
     """Generator -> number of its groups in the batches of the four newest started steps."""
-    without_status: dict[str, int] = field(default_factory=dict[str, int])
-    """Senders whose groups arrive but whose statuses do not -> seconds without a status."""
     waiting: bool = False  # whether the trainer waits for groups, and does nothing else
     done: bool = False  # the run is complete; AnnouncementSubscriber passes on only a repeated True
     groups_in_step: int = 0  # groups in the batch of the newest started step; 0 before the first
@@ -60,10 +65,10 @@ class Announcement:
     evaluation_step: int | None = None  # policy step to evaluate on held-out problems
     answered: bytes = b""  # bit field: the held-out problems whose answers are complete
     max_group_bytes: int = MAX_MESSAGE  # a larger group makes the trainer close the connection
-    range_starts: dict[str, int] = field(default_factory=dict[str, int])
-    """By live sender with a new sample range: the first sample index that it alone draws."""
-    range_ends: dict[str, int] = field(default_factory=dict[str, int])
-    """By the same senders: the sample index after the last one of the range."""
+
+    def progress_of(self, sender: str) -> SenderProgress:
+        """The progress of a sender; of one that is not live, zeros."""
+        return self.senders.get(sender, SenderProgress())
 
 
 def decode_announcement(frame: bytes) -> Announcement:

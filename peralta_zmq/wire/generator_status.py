@@ -41,6 +41,7 @@ class GeneratorStatus:
     unscored: int = 0  # groups dropped because a reward could not be computed
     aborted: int = 0  # groups dropped in flight: the engine's process failed, or they became stale
     resumed: int = 0  # interrupted rollouts whose sampling was resumed
+    branched: int = 0  # rollouts of agents that rewrote their history
     step: int = 0  # policy step of the weights in use
     tokens_per_s: float = 0.0  # generated tokens
     blocked_frac: float = 0.0  # fraction of the time in which no group could be started

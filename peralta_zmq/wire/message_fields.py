@@ -9,7 +9,7 @@ raises WireError.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import count
 from struct import pack
@@ -25,6 +25,7 @@ from peralta_zmq.errors import WireError
 # Limits of any message.
 MAX_MESSAGE = 16 << 20  # bytes; when a larger message arrives, libzmq closes the connection
 MAX_TEXT = 1 << 10  # bytes of one string
+MAX_ITEMS = 1 << 16  # keys of all maps of a message above 256 KiB
 MAP_PREFIXES = {*range(0x80, 0x90), 0xDE, 0xDF}  # first byte of a msgpack map
 MessageT = TypeVar("MessageT")
 
@@ -33,7 +34,7 @@ def unpack(frame: bytes, *, max_map_len: int = 64, max_maps: int = 1) -> dict[st
     """Unpack a frame that is one msgpack map, without lists. Raises WireError.
 
     `max_map_len` limits the entries of each map, `max_maps` the number of maps, including the outer
-    one, because the lengths of nested maps multiply.
+    one, because the lengths of nested maps multiply. A large frame has at most MAX_ITEMS keys.
     """
     map_numbers = count(1)
 
@@ -71,6 +72,7 @@ def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
     unpacker.feed(frame)
     # the frame is one item; a map adds its keys and values
     num_maps = 0
+    num_items = 0
     items_left = 1
     while items_left:
         items_left -= 1
@@ -80,8 +82,9 @@ def _check_maps(frame: bytes, max_map_len: int, max_maps: int) -> None:
             continue
         num_maps = num_maps + 1
         length = unpacker.read_map_header()
-        if num_maps > max_maps or length > max_map_len:
-            raise ValueError(f"more than {max_maps} maps, or a map of more than {max_map_len} keys")
+        num_items += length
+        if num_maps > max_maps or length > max_map_len or num_items > MAX_ITEMS:
+            raise ValueError(f"more than {max_maps} maps, or too many keys")
         items_left += 2 * length
 
 
@@ -92,10 +95,17 @@ def check_type(value: Any, expected: type, name: str) -> Any:
     return value
 
 
+def _nonzero(record: Any) -> dict[str, int]:
+    if not is_dataclass(record):
+        raise ValueError(f"{record!a:.40} cannot be encoded")
+    return {name: value for name, value in fields_of(record).items() if value}
+
+
 def pack_with_checksum(message: dict[str, Any]) -> bytes:
     """Encode fields as one msgpack map, with the additional last field `crc32`."""
     placeholder = bytes(4)  # counted in the headers of the map, then replaced by the checksum
-    frame = cast(bytes, msgpack.packb({**message, "crc32": placeholder}))[:-4]
+    entries = {**message, "crc32": placeholder}
+    frame = cast(bytes, msgpack.packb(entries, default=_nonzero))[:-4]
     return frame + pack("<I", crc32(frame))
 
 
@@ -112,7 +122,10 @@ def fields_of(message: Any) -> dict[str, Any]:
 
 
 def encode_fields(message: Any) -> bytes:
-    """Encode a dataclass of numbers, texts, bytes and dicts; fields that are None are left out."""
+    """Encode a dataclass of numbers, texts, bytes and dicts; fields that are None are left out.
+
+    The values of a dict may be dataclasses with slots, of numbers that are 0 by default.
+    """
     return pack_with_checksum(fields_of(message))
 
 
@@ -129,13 +142,15 @@ def decode_fields(
     fields take their defaults. Raises WireError.
     """
     types = _field_types(kind)
-    num_maps = sum(get_origin(expected) is dict for expected in types.values())
-    max_maps = 1 + num_maps + 3  # a later version of the program may have more fields
+    dicts = [each for each in types.values() if get_origin(each) is dict]
+    num_dicts_of_records = sum(is_dataclass(get_args(each)[1]) for each in dicts)
+    # A later version of the program may have more fields.
+    max_maps = 1 + len(dicts) + num_dicts_of_records * max_map_len + 3
     values = unpack(frame, max_map_len=max_map_len, max_maps=max_maps)
     try:
         check_checksum(frame, values.get("crc32"))
         known = {name: value for name, value in values.items() if name in types}
-        message = kind(**{n: _check_field(v, types[n], n) for n, v in known.items()})
+        message = kind(**{n: _field_of(value, types[n], n) for n, value in known.items()})
         check(message)
     except (TypeError, ValueError) as error:
         raise WireError(f"malformed {kind.__name__}: {error}") from None
@@ -151,15 +166,23 @@ def _field_types(kind: type) -> dict[str, Any]:
     }
 
 
-def _check_field(value: Any, expected: Any, name: str) -> Any:
-    """Return `value`; ValueError if its type, or that of a key or value in it, is wrong."""
+def _field_of(value: Any, expected: Any, name: str) -> Any:
+    """The value of a field; ValueError if its type, or that of a key or value in it, is wrong."""
     if get_origin(expected) is not dict:
         return check_type(value, expected, name)
     key_type, value_type = get_args(expected)
-    for key, content in check_type(value, dict, name).items():
-        check_type(key, key_type, name)
-        check_type(content, value_type, name)
-    return value
+    items = check_type(value, dict, name).items()
+    if not is_dataclass(value_type):
+        return {check_type(k, key_type, name): check_type(v, value_type, name) for k, v in items}
+    return {check_type(k, key_type, name): _record_of(value_type, v, name) for k, v in items}
+
+
+def _record_of(kind: Any, value: Any, name: str) -> Any:
+    types = _field_types(kind)
+    record = check_type(value, dict, name).items()
+    return kind(
+        **{field: check_type(v, types[field], field) for field, v in record if field in types}
+    )
 
 
 def check_identity(generator_id: str, incarnation: bytes) -> None:

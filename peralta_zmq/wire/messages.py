@@ -59,7 +59,7 @@ class GroupLimits:
     max_generated: int = MAX_TOKENS  # tokens of a turn
     max_turns: int = MAX_COUNT  # turns of a rollout
     num_rollouts: Mapping[str, int] | None = None
-    """Size of a group for training, by its task; None: up to max_rollouts."""
+    """Size of a group for training, by its task; None, or 0: up to max_rollouts."""
 
     @property
     def max_bytes(self) -> int:
@@ -98,7 +98,6 @@ class Columns(NamedTuple):
 REQUIRED = {**ENVELOPE, **get_type_hints(Columns), "format": int}  # name -> type
 REQUIRED_TYPES = [*REQUIRED.values()]
 _required_of = itemgetter(*REQUIRED)  # message -> values
-_columns_of = itemgetter(*Columns._fields)
 FORMAT_LIMITS = GroupLimits(vocab_size=2**31)
 
 
@@ -255,15 +254,17 @@ def decode_group(frame: bytes, limits: GroupLimits) -> RolloutGroup:
 def _read_fields(message: dict[str, Any], frame: bytes) -> tuple[dict[str, Any], Columns]:
     if (version := check_type(message["format"], int, "format")) != FORMAT:
         raise ValueError(f"format {version} is not {FORMAT}; use one version of the program")
-    if [*map(type, _required_of(message))] != REQUIRED_TYPES:
+    values = _required_of(message)
+    if [*map(type, values)] != REQUIRED_TYPES:
         for name, expected in REQUIRED.items():
             check_type(message[name], expected, name)
-    for name in OPTIONAL.keys() & message.keys():
-        check_type(message[name], OPTIONAL[name], name)
+    envelope = dict(zip(ENVELOPE, values, strict=False))  # the first values
+    for name, expected in OPTIONAL.items():
+        is_set = name in message
+        envelope[name] = check_type(message[name], expected, name) if is_set else None
     message_fields.check_checksum(frame, message.get("crc32"))
-    envelope = {name: message.get(name) for name in (*ENVELOPE, *OPTIONAL)}
     check_envelope(envelope)
-    return envelope, Columns(*_columns_of(message))
+    return envelope, Columns(*values[len(ENVELOPE) : -1])
 
 
 @lru_cache(maxsize=1024)  # making a Struct takes as long as unpacking with the Struct
@@ -409,7 +410,7 @@ def check_num_rollouts(task: str, columns: Columns, limits: GroupLimits) -> None
         return
     if (num_rollouts := limits.num_rollouts.get(task)) is None:
         raise ValueError(f"unknown environment '{task:.64}' (env.name)")
-    if num_rollouts != len(columns.turns) >> 1:  # 2 bytes for each rollout
+    if num_rollouts and num_rollouts != len(columns.turns) >> 1:  # 2 bytes for each rollout
         raise ValueError(f"not {num_rollouts} rollouts (sampling.num_generations, of the env too)")
 
 

@@ -26,7 +26,15 @@ from peralta_zmq.engines.native.native_engine import native_engine
 from peralta_zmq.engines.row_engine import RowEngine
 from peralta_zmq.errors import RewardError
 from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Completion, Message, Problem, Request, Sampling, rollout_of
+from peralta_zmq.rollout import (
+    Completion,
+    Message,
+    Problem,
+    Request,
+    Sampling,
+    Score,
+    rollout_of,
+)
 
 # At least 16 tokens, so that they are in the shared part of the cache.
 TURNS = Problem("1", "turns", (Message("user", "3 plus 2 plus 2 plus 2 plus 2"),), "5")
@@ -53,6 +61,12 @@ class Game:
 
     def has_turns(self, problem: Problem) -> bool:
         return problem.task == "turns"
+
+    def has_agent(self, problem: Problem) -> bool:
+        return False
+
+    def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
+        raise NotImplementedError
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Any]:
         self.seen.append(tuple(messages))

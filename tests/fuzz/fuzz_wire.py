@@ -61,7 +61,7 @@ def main() -> None:
         equal = replace(group, rollouts=group.rollouts[:1] * 5)  # with a shared prompt
         (corpus / f"equal{number}").write_bytes(wire.encode_group(equal))
     announcement = wire.Announcement(
-        "run", incarnation=bytes(8), received={"a/00": 1}, durable={"a/00": 0}
+        "run", incarnation=bytes(8), senders={"a/00": wire.SenderProgress(settled=1)}
     )
     (corpus / "announcement").write_bytes(message_fields.encode_fields(announcement))
     status = wire.GeneratorStatus("run", "ann", bytes(8), worker_info={"python": "3.11"})

@@ -8,7 +8,7 @@ import pytest
 
 from peralta_zmq.generator import trainer_link
 from peralta_zmq.generator.trainer_link import Outbox
-from peralta_zmq.wire import Announcement
+from peralta_zmq.wire import Announcement, SenderProgress
 
 SENDER = "ann/00"
 UNLISTED = Announcement("run", incarnation=b"1")  # acknowledges nothing
@@ -43,22 +43,22 @@ def acknowledging(
     durable: int,
     newest: int | None = None,
     *,
-    received: int | None = None,
+    settled: int | None = None,
     incarnation: bytes = b"1",
     waiting: bool = False,
     started_step: int = 0,
 ) -> Announcement:
-    """Arguments are the numbers of groups; by default, every received group is durable."""
-    received = durable if received is None else received
-    newest = received if newest is None else newest
+    """Arguments are the numbers of groups; by default, every settled group is durable."""
+    settled = durable if settled is None else settled
+    newest = settled if newest is None else newest
     return Announcement(
         "run",
         incarnation=incarnation,
         waiting=waiting,
         started_step=started_step,
-        received={SENDER: received + 1},
-        durable={SENDER: durable + 1},
-        received_end={SENDER: newest + 1},
+        senders={
+            SENDER: SenderProgress(settled=settled + 1, settled_end=newest + 1, durable=durable + 1)
+        },
     )
 
 
@@ -71,7 +71,7 @@ def resent(outbox: Outbox, announcement: Announcement) -> list[bytes]:
 
 def test_outbox_forgets_durable_frames_only() -> None:
     outbox = outbox_with(4)
-    assert resent(outbox, acknowledging(0, received=2)) == []
+    assert resent(outbox, acknowledging(0, settled=2)) == []
     assert (outbox.num_unreceived, len(outbox), outbox.min_group_number) == (1, 3, 1)
     resent(outbox, acknowledging(3))
     assert (outbox.num_unreceived, len(outbox), outbox.min_group_number) == (0, 0, 4)
@@ -81,28 +81,27 @@ def test_outbox_keeps_received_when_the_trainer_omits_the_sender() -> None:
     outbox = outbox_with(3)
     assert resent(outbox, UNLISTED) == []
     assert outbox.num_unreceived == 3
-    resent(outbox, acknowledging(0, received=2))
+    resent(outbox, acknowledging(0, settled=2))
     resent(outbox, UNLISTED)
     assert (outbox.num_unreceived, len(outbox)) == (0, 2)
 
 
 def test_num_pending_keeps_the_last_known_number_of_consumed_groups() -> None:
     outbox = outbox_with(10)
-    for announcement, num_pending in (
-        (UNLISTED, 10), (replace(UNLISTED, consumed={SENDER: 7}), 3), (UNLISTED, 3),
-    ):  # fmt: skip
+    listed = replace(UNLISTED, senders={SENDER: SenderProgress(consumed=7)})
+    for announcement, num_pending in ((UNLISTED, 10), (listed, 3), (UNLISTED, 3)):
         resent(outbox, announcement)
         assert outbox.num_pending == num_pending
 
 
 def test_outbox_does_not_resend_received_frames_for_a_later_gap() -> None:
     outbox = outbox_with(5)
-    assert resent(outbox, acknowledging(0, 4, received=1)) == [b"2", b"3"]
+    assert resent(outbox, acknowledging(0, 4, settled=1)) == [b"2", b"3"]
 
 
 def test_outbox_resends_groups_that_a_restarted_trainer_lost() -> None:
     outbox = outbox_with(4)
-    resent(outbox, acknowledging(0, received=3))
+    resent(outbox, acknowledging(0, settled=3))
     assert resent(outbox, acknowledging(1, incarnation=b"2")) == [b"2", b"3"]
     assert outbox.num_unreceived == 2
     assert resent(outbox, acknowledging(1, incarnation=b"2")) == []
@@ -147,7 +146,7 @@ def test_undelivered_time_counts_only_while_the_trainer_takes_groups(
         clock[0] += 1.0
         new = acknowledging(
             -1,
-            received=number if case == "receiving" else -1,
+            settled=number if case == "receiving" else -1,
             waiting=case not in ("fast steps", "long step"),
             started_step=number if case == "fast steps" else 0,
         )

@@ -13,7 +13,7 @@ import pytest
 from paced_runs import LIMITS, RUNS, STEPS, paced
 
 from peralta_zmq.generator.training_groups import SILENCE_SECONDS, SamplingPacer
-from peralta_zmq.wire import Announcement
+from peralta_zmq.wire import Announcement, SenderProgress
 
 
 @pytest.fixture
@@ -36,9 +36,10 @@ def num_allowed(
 
     `num_starts` is the number of live incarnations of each generator.
     """
-    received = {f"g{n}/{start:016x}": 0 for n in range(num_generators)
-                for start in range(num_starts)}  # fmt: skip
-    announcement, count = Announcement("run", received=received, **announced), 0
+    senders = {f"g{n}/{start:016x}": SenderProgress() for n in range(num_generators)
+               for start in range(num_starts)}  # fmt: skip
+    announcement = Announcement("run", senders=senders, **announced)
+    count = 0
     while count < 100 and pacer.may_start(
         announcement, step=step, num_pending=count, num_unreceived=0
     ):

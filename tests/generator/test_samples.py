@@ -48,11 +48,10 @@ class Source:
         """Receive an announcement, and a sample range if one is given."""
         if sample_range is not None:
             sender = self.connection.outbox.sender
-            announcement = replace(
-                announcement,
-                range_starts={sender: sample_range.start},
-                range_ends={sender: sample_range.stop},
+            granted = wire.SenderProgress(
+                range_start=sample_range.start, range_stop=sample_range.stop
             )
+            announcement = replace(announcement, senders={sender: granted})
         self._scene.announce(announcement)
         self.connection.exchange()
 
@@ -88,8 +87,8 @@ def test_static_share_replaces_ranges_that_a_waiting_trainer_does_not_grant(
     source: Source, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This generator is the second of three."""
-    live = {"aaa/00": 0, source.connection.outbox.sender: 0, "zed/00": 0}
-    waiting = replace(GRANTING, waiting=True, received=live)
+    names = ("aaa/00", source.connection.outbox.sender, "zed/00")
+    waiting = replace(GRANTING, waiting=True, senders=dict.fromkeys(names, wire.SenderProgress()))
     source.announce(waiting)
     assert source.draw(2) == [None] * 2 and not caplog.records
     source.set_timeout(0.0)

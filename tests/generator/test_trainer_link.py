@@ -19,7 +19,7 @@ RUN = "run"  # of the fixtures' weight store
 
 
 class Trainer:
-    """Receives groups of run RUN and announces each as received, while waiting for more."""
+    """Receives groups of run RUN and announces each as settled, while waiting for more."""
 
     def __init__(self, scene: Scene, stack: ExitStack, **limits: int) -> None:
         self._limits = wire.GroupLimits(VOCAB_SIZE, **limits)
@@ -27,17 +27,21 @@ class Trainer:
             closing(wire.RolloutReceiver(ANYWHERE, run_id=RUN, limits=self._limits))
         )
         self.publisher = stack.enter_context(closing(wire.AnnouncementPublisher(ANYWHERE)))
-        self.received: dict[str, int] = {}
+        self.senders: dict[str, wire.SenderProgress] = {}
         scene.connect(announcements=self.publisher.address)
 
     def receive(self) -> None:
         """Receive a group if one has arrived, and announce."""
         if message := self.receiver.receive(timeout=0.05):
-            self.received[message[0].sender] = message[0].group_number + 1
+            progress = wire.SenderProgress(settled=message[0].group_number + 1)
+            self.senders[message[0].sender] = progress
         announcement = wire.Announcement(
-            RUN, received=self.received, waiting=True, max_group_bytes=self._limits.max_bytes
+            RUN, senders=self.senders, waiting=True, max_group_bytes=self._limits.max_bytes
         )
         self.publisher.publish(announcement)
+
+    def num_settled(self, sender: str) -> int:
+        return self.senders[sender].settled if sender in self.senders else 0
 
 
 def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
@@ -61,7 +65,7 @@ def test_groups_behind_a_damaged_length_are_delivered_after_a_reconnect(
     def is_delivered() -> bool:
         trainer.receive()
         opened.exchange(timeout=0.05)
-        return trainer.received.get(group.sender) == 2
+        return trainer.num_settled(group.sender) == 2
 
     eventually(is_delivered)
     assert scene.sockets.rollouts.connection.num_reconnects >= 1  # more on a slow machine
@@ -83,7 +87,7 @@ def test_groups_too_large_for_the_trainer_do_not_block_others(
     def is_delivered() -> bool:
         trainer.receive()
         opened.exchange(timeout=0.05)
-        return trainer.received.get(small.sender) == 2
+        return trainer.num_settled(small.sender) == 2
 
     eventually(is_delivered)
     opened.send(replace(large, group_number=2))
@@ -130,8 +134,8 @@ def test_announced_lack_of_statuses_opens_the_status_connection_again(
     opened.send_status()
     assert receiver.receive(timeout=0.3) == {}
 
-    silent = wire.Announcement(RUN, without_status={opened.outbox.sender: 11})
-    scene.announce(silent)
+    progress = wire.SenderProgress(without_status=11)
+    scene.announce(wire.Announcement(RUN, senders={opened.outbox.sender: progress}))
     proxy.damage = bytes
     eventually(lambda: opened.exchange(timeout=0.01) or receiver.receive(timeout=0.05))
     assert scene.sockets.statuses.connection.num_reconnects == 1

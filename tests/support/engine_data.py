@@ -39,7 +39,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02,
             "repetition_penalty": 1.2, "min_tokens": 3},
 }  # fmt: skip
-FAMILIES = {
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "norm_topk_prob": True,
+           "experts_implementation": "eager"}  # the only one for float64  # fmt: skip
+DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+             "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+             "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {}, "qwen2": {"model_type": "qwen2"},
     "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "gemma": {"model_type": "gemma"},
@@ -54,14 +60,21 @@ FAMILIES = {
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {"model_type": "olmo3", "sliding_window": 4,
               "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-                  "moe_intermediate_size": 32, "norm_topk_prob": True,
-                  "experts_implementation": "eager"},  # the only one for float64
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "sliding_window": None,
                 "use_sliding_window": False},
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA_NET},
+    "qwen3_next": {"model_type": "qwen3_next", **DELTA_NET, **EXPERTS,
+                   "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **DELTA_NET, **EXPERTS,
+                    "shared_expert_intermediate_size": 32},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
 }  # fmt: skip
 # mlx-lm and vLLM compute these in their published layout: tests/models/test_other_libraries.py.
-NOT_ELSEWHERE = ("mistral", "ministral3", "olmo2", "olmo3", "qwen3_moe", "smollm3")
+NOT_ELSEWHERE = (
+    "mistral", "ministral3", "olmo2", "olmo3", "qwen3_moe", "smollm3", "qwen3_5", "qwen3_next",
+    "qwen3_5_moe", "lfm2",
+)  # fmt: skip
 
 
 def sharp_model(seed: int = 0, **settings: Any) -> Any:

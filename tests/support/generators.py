@@ -15,18 +15,19 @@ from peralta_zmq import wire
 from peralta_zmq.build.dry_run import PromptReader
 from peralta_zmq.config import Config
 from peralta_zmq.engines import Sampler
+from peralta_zmq.engines.sessions import Sessions
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_functions import RewardFunction
 from peralta_zmq.environments.reward_pool import LocalFunctions, RewardPool
 from peralta_zmq.generator.evaluation_groups import EvaluationGroups
 from peralta_zmq.generator.generator import Generator, outbox_limit
 from peralta_zmq.generator.scoring import ScoringQueue
-from peralta_zmq.generator.serving.chats import ChatQueue
 from peralta_zmq.generator.trainer_link import Sockets, TrainerLink
 from peralta_zmq.generator.training_groups import TrainingGroups
 from peralta_zmq.generator.weight_sync import ServedWeights, apply_newest
 from peralta_zmq.registry import WeightUpdate
 from peralta_zmq.rollout import Completion, Problem, Request, RolloutGroup
+from peralta_zmq.serving.chats import ChatQueue
 from peralta_zmq.weights.store import Version, WeightStore
 from peralta_zmq.weights.subscriber import WeightSubscriber
 
@@ -148,7 +149,7 @@ class OpenedGenerator:
     def sources(self) -> tuple[Sampler, TrainingGroups, EvaluationGroups]:
         """Further sources of groups, for a test that does what the generator's loop does."""
         rewards, common = self.rewards(), (self.weights, self.link)
-        training = TrainingGroups(self.config, self.environments, *common, rewards)
+        training = TrainingGroups(self.config, self.environments, *common, rewards, Sessions())
         evaluation = EvaluationGroups(self.config, self.reader, training, *common, rewards)
         return Sampler(self.engine, self.reader.tokenizer), training, evaluation
 

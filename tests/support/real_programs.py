@@ -155,7 +155,8 @@ class RealRun:
 
     def broken(self, *, max_steps: int | None = None) -> dict[str, tuple[str, ...]]:
         """Violations of the promises in a run that has ended, by promise; empty if all hold."""
-        history = read_history(self.folder, self._logs, max_steps=max_steps)
+        own = (self.folder / "logs").glob("generator-own.log")  # the trainer's own generator
+        history = read_history(self.folder, [*self._logs, *own], max_steps=max_steps)
         return {result.promise: result.broken for result in check(history) if result.broken}
 
     def replay(self) -> list[str]:

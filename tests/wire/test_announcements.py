@@ -56,14 +56,17 @@ def publish_until_received(
 
 
 def test_announcement_arrives_with_every_field(stack: ExitStack) -> None:
-    sender = {"ann/00": 5}
+    progress = wire.SenderProgress(1, 2, 3, 4, 5, 6, 7)
     announcement = wire.Announcement(
-        RUN, b"8 bytes.", 7, 8, 9, "0123456789abcdef", sender, sender, sender, sender, sender,
-        sender, True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000, sender, sender,
+        RUN, b"8 bytes.", 7, 8, 9, "0123456789abcdef", {"ann/00": progress}, {"ann": 5},
+        True, True, 4, 100, b"8 digest", b"\1", 6, b"\2", 1000,
     )  # fmt: skip
-    defaults = wire.Announcement(RUN)
-    for field in dataclasses.fields(announcement)[1:]:
-        assert getattr(announcement, field.name) != getattr(defaults, field.name)
+    for complete, default in (
+        (announcement, wire.Announcement("")),
+        (progress, wire.SenderProgress()),
+    ):
+        for field in dataclasses.fields(complete):
+            assert getattr(complete, field.name) != getattr(default, field.name)
     publish_until_received(*open_pair(stack), announcement)
 
 
@@ -117,10 +120,11 @@ def test_publisher_keeps_few_announcements_for_a_peer_that_does_not_read(stack: 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"run_id": 5}, {"step": "7"}, {"version": 1.5}, {"durable": None},
-        {"durable": {"ann": "5"}, "received_end": {"ann": 5}}, {"received_end": {b"a": 5}},
+        {"run_id": 5}, {"step": "7"}, {"version": 1.5}, {"senders": None},
+        {"suppliers": {"ann": "5"}, "senders": {"ann": {}}}, {"senders": {b"a": {}}},
+        {"senders": {"ann": 5}}, {"senders": {"ann": {"durable": "5"}}}, {"suppliers": None},
         {"incarnation": "text"}, {"done": 1}, {"waiting": 0}, {"step": True},
-        {"received": {"ann": {}}}, {"added": {key: {} for key in "abcdefghijk"}}, {"added": [1]},
+        {"suppliers": {"ann": {}}}, {"added": [1]},
     ],
     ids=repr,
 )  # fmt: skip
@@ -130,19 +134,20 @@ def test_malformed_announcement_is_refused(fields: dict[str, object]) -> None:
 
 
 def test_announcement_of_a_later_version_is_read() -> None:
-    frame = pack_with_checksum({"run_id": RUN, "step": 4, "added": "later", "more": {"ann": 1}})
-    assert announcements.decode_announcement(frame) == wire.Announcement(RUN, step=4)
+    frame = pack_with_checksum({"run_id": RUN, "step": 4, "added": "later", "more": {"ann": 1},
+                                "senders": {"ann": {"durable": 2, "added": 1}}})  # fmt: skip
+    expected = wire.Announcement(RUN, step=4, senders={"ann": wire.SenderProgress(durable=2)})
+    assert announcements.decode_announcement(frame) == expected
 
 
 def test_largest_announcement_is_accepted_and_a_larger_one_refused() -> None:
-    senders = {f"{n:0>128}/{'0' * 16}": 2**64 - 1 for n in range(RegistryLimits().max_live)}
+    progress = wire.SenderProgress(*[2**64 - 1] * len(dataclasses.fields(wire.SenderProgress)))
+    senders = {f"{n:0>128}/{'0' * 16}": progress for n in range(RegistryLimits().max_live)}
     names = {f"{n:0>128}": 2**64 - 1 for n in range(MAX_SUPPLIERS)}
     bits = bytes((1 << 19) // 8)  # one for each problem
     announcement = wire.Announcement(
-        "x" * 1024, received=senders, durable=senders, received_end=senders,
-        consumed=senders, suppliers=names, without_status=senders, excluded=bits, answered=bits,
-        range_starts=senders, range_ends=senders,
-    )  # fmt: skip
+        "x" * 1024, senders=senders, suppliers=names, excluded=bits, answered=bits
+    )
     frame = message_fields.encode_fields(announcement)
     assert announcements.decode_announcement(frame) == announcement
     spare = bytes(announcements.MAX_ANNOUNCEMENT - len(frame))
@@ -248,7 +253,7 @@ def test_complete_run_is_announced_often_enough_to_be_reported_at_once(stack: Ex
 def test_subscriber_bounds_its_queue_and_sends_no_heartbeats(stack: ExitStack) -> None:
     _, subscriber = open_pair(stack)
     options = (zmq.HEARTBEAT_IVL, zmq.RCVHWM, zmq.MAXMSGSIZE)
-    assert [subscriber.socket.getsockopt(option) for option in options] == [0, 100, 5 << 20]
+    assert [subscriber.socket.getsockopt(option) for option in options] == [0, 100, 2 << 20]
 
 
 def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitStack) -> None:
@@ -267,7 +272,8 @@ def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitSt
     first.close()  # with four groups in its queues
 
     second = stack.enter_context(closing(bound_again(first.address)))
-    restarted = wire.Announcement(RUN, incarnation=b"second", durable={GROUP.sender: 2})
+    progress = wire.SenderProgress(durable=2)
+    restarted = wire.Announcement(RUN, incarnation=b"second", senders={GROUP.sender: progress})
     outbox.acknowledge(restarted)
     outbox.queue_lost()
     while (frame := outbox.next_frame()) is not None:
@@ -282,11 +288,11 @@ def test_groups_lost_in_a_trainer_restart_are_trained_exactly_once(stack: ExitSt
             outbox.add(numbered(number))
         elif ledger.settle(message[0].sender, message[0].group_number, "trained"):
             trained.append(message[0].group_number)
-        announcement = wire.Announcement(
-            RUN, incarnation=b"second", durable={GROUP.sender: ledger.settled(GROUP.sender) + 1},
-            received_end={GROUP.sender: ledger.highest(GROUP.sender) + 1},
-        )  # fmt: skip
-        outbox.acknowledge(announcement)
+        progress = wire.SenderProgress(
+            durable=ledger.settled(GROUP.sender) + 1,
+            settled_end=ledger.highest(GROUP.sender) + 1,
+        )
+        outbox.acknowledge(dataclasses.replace(restarted, senders={GROUP.sender: progress}))
         outbox.queue_lost()
         while (frame := outbox.next_frame()) and sender.send(frame, timeout=DEADLINE):
             outbox.mark_sent()

@@ -135,11 +135,9 @@ def settle_next(receiver: wire.RolloutReceiver, ledger: Ledger) -> list[int]:
 
 
 def announcement(newest: int) -> wire.Announcement:
-    received = {GROUP.sender: newest + 1}
-    return wire.Announcement(
-        GROUP.run_id, incarnation=b"1",
-        received=received, durable=received, received_end=received,
-    )  # fmt: skip
+    number = newest + 1
+    progress = wire.SenderProgress(settled=number, settled_end=number, durable=number)
+    return wire.Announcement(GROUP.run_id, incarnation=b"1", senders={GROUP.sender: progress})
 
 
 # Rows 11, 12 and 13: the trainer.

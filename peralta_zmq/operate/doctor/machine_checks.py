@@ -87,6 +87,9 @@ def check_reward(config: Config) -> Check:
     with closing(open_environments(config, "train")) as environments:
         for name, size in environments.sizes.items():
             problem = next(each for each in environments.problems if each.task == name)
+            if environments.has_agent(problem):
+                details.append(f"{name}: {size} problems, rewarded by an agent, which was not run")
+                continue
             # Not timed: the first call starts the reward processes.
             environments.reward(problem, problem.answer)
             started = time.monotonic()

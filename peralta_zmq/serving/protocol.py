@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -28,9 +28,20 @@ from starlette.exceptions import HTTPException
 
 from peralta_zmq import models
 from peralta_zmq.atomic_files import parse_json
-from peralta_zmq.errors import ConfigError
-from peralta_zmq.generator.serving.chats import MAX_WAITING, ChatCompletion
-from peralta_zmq.rollout import FinishReason, Message, SampledToken, Sampling
+from peralta_zmq.engines.sessions import ChatCompletion, Session, Turn
+from peralta_zmq.environments.reward_functions import checked_score
+from peralta_zmq.environments.tool_calls import assistant_message
+from peralta_zmq.errors import ConfigError, RewardError
+from peralta_zmq.rollout import (
+    Completion,
+    Int32Array,
+    Message,
+    SampledToken,
+    Sampling,
+    Score,
+    ToolCall,
+)
+from peralta_zmq.serving.chats import MAX_WAITING
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
 # Fields without an effect on completions, and fields that must have one of the values here. A field
@@ -47,10 +58,11 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
     "response_format": [{"type": "text"}],
     "service_tier": ["auto"],
     "store": [False],
-    "tools": [[]],
-    "tool_calls": [[]],
     "tool_choice": ["none", "auto"],
 }
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class ApiError(HTTPException):
@@ -98,10 +110,33 @@ class _TextPart(_Fields):
     text: str
 
 
+class _Function(_Fields):
+    name: str
+    arguments: str = "{}"  # JSON
+
+    @property
+    def call(self) -> ToolCall:
+        try:
+            arguments = parse_json(self.arguments)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ApiError(f"arguments of the tool call {self.name!r:.50} are not a JSON object")
+        return ToolCall(self.name, arguments)
+
+
+class _ToolCall(_Fields):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Function
+
+
 class _Message(_Fields):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, Field(default=None, validate_default=True)]
     name: str = ""
+    tool_call_id: str = ""
+    tool_calls: list[_ToolCall] = []
 
     @field_validator("content", mode="before")
     @classmethod
@@ -131,6 +166,7 @@ class _Body(_Fields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     logprobs: bool = False
+    tools: list[dict[str, Any]] = []
 
     @field_validator("temperature")
     @classmethod
@@ -150,6 +186,15 @@ class _Body(_Fields):
     @classmethod
     def _list_stop(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+
+def _parsed(kind: type[Body], body: bytes) -> Body:
+    try:
+        return kind.model_validate(parse_json(body))
+    except ValidationError as error:
+        raise _refused(error) from None
+    except ValueError as error:
+        raise ApiError(f"the body is not valid JSON ({error})") from None
 
 
 def _refused(error: ValidationError) -> ApiError:
@@ -172,36 +217,144 @@ class ChatRequest:
     """A checked request: `n` completions of one prompt."""
 
     completions: Sequence[ChatCompletion]
-    stream: bool
-    include_usage: bool  # in a stream
-    logprobs: bool
+    stream: bool = False
+    include_usage: bool = False  # in a stream
+    logprobs: bool = False
+    messages: tuple[Message, ...] = ()
+    tools: str = ""  # JSON; empty without tools
+
+    def reply(self, completion: Completion) -> Message:
+        """The assistant's message; calls that cannot be parsed are text."""
+        message = assistant_message(completion.text) if self.tools else None
+        if message is None or any(call.error for call in message.tool_calls):
+            return Message("assistant", completion.text)
+        return message
+
+    def record(self, chat: ChatCompletion, completion: Completion) -> None:
+        if chat.session is not None:
+            messages = (*self.messages, self.reply(completion))
+            chat.session.turns.append(Turn(completion, chat.previous, messages, self.tools))
 
 
 def parse_request(
     body: bytes,
     *,
+    session: Session | None = None,
     model: str,
     tokenizer: models.Tokenizer,
     template_kwargs: Mapping[str, Any],
     max_model_len: int,
 ) -> ChatRequest:
     """Check a request body and tokenize its messages; raises ApiError."""
-    try:
-        fields = _Body.model_validate(parse_json(body))
-    except ValidationError as error:
-        raise _refused(error) from None
-    except ValueError as error:
-        raise ApiError(f"the body is not valid JSON ({error})") from None
+    fields = _parsed(_Body, body)
     check_model(fields.model, model)
-    messages = [
-        Message("system" if row.role == "developer" else row.role, row.content, row.name)
-        for row in fields.messages
-    ]
+    messages = _messages(fields.messages)
+    if fields.tools and "tools" not in str(tokenizer.chat_template):
+        raise ApiError("the chat template of the model renders no tools", param="tools")
+    variables = {**template_kwargs, "tools": fields.tools} if fields.tools else template_kwargs
+    tools = json.dumps(fields.tools, sort_keys=True) if fields.tools else ""
     try:
-        prompt_ids = models.chat_prompt(tokenizer, messages, max_model_len, **template_kwargs)
+        prompt_ids, previous = _prompt(
+            session, tokenizer, messages, variables, tools=tools, limit=max_model_len
+        )
     except ConfigError as error:
         raise ApiError(str(error), param="messages") from None
-    requested = fields.max_completion_tokens or fields.max_tokens
+    room = _room(prompt_ids, fields.max_completion_tokens or fields.max_tokens, max_model_len)
+    if session is None:
+        sampling = Sampling(
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            stop=tuple(fields.stop),
+            max_completion_length=room,
+        )
+    else:
+        sampling = _session_sampling(session, room, fields.stop)
+    seed = secrets.randbits(32) if fields.seed is None else fields.seed
+    completions = [
+        ChatCompletion(prompt_ids, each, session, previous)
+        for each in _choices(sampling, fields.n, None if session else seed)
+    ]
+    return ChatRequest(
+        completions,
+        fields.stream,
+        fields.stream_options.include_usage,
+        fields.logprobs,
+        tuple(messages),
+        tools,
+    )
+
+
+def _choices(sampling: Sampling, count: int, seed: int | None) -> list[Sampling]:
+    """The sampling of each choice; its random numbers depend on the seed only, if there is one."""
+    if seed is None:
+        return [sampling] * count
+    seeds = (zlib.crc32(f"{seed}/{choice}".encode()) for choice in range(count))
+    return [replace(sampling, seed=each) for each in seeds]
+
+
+def _session_sampling(session: Session, room: int, stop: Sequence[str] = ()) -> Sampling:
+    """That of the run, because the trainer computes the logprobs of its temperature."""
+    sampling = session.sampling
+    length = min(room, sampling.max_completion_length)
+    return replace(
+        sampling,
+        max_completion_length=length,
+        fills_context=False,
+        stop=(*sampling.stop, *stop),
+        min_tokens=min(sampling.min_tokens, length),
+    )
+
+
+def _messages(rows: Sequence[_Message]) -> list[Message]:
+    messages = list[Message]()
+    names = dict[str, str]()  # name of the tool by id of the call
+    for row in rows:
+        names |= {call.id: call.function.name for call in row.tool_calls}
+        messages.append(
+            Message(
+                "system" if row.role == "developer" else row.role,
+                row.content,
+                row.name or names.get(row.tool_call_id, ""),
+                tuple(call.function.call for call in row.tool_calls),
+            )
+        )
+    return messages
+
+
+def _prompt(
+    session: Session | None,
+    tokenizer: models.Tokenizer,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    *,
+    tools: str,
+    limit: int,
+) -> tuple[Int32Array, Turn | None]:
+    """The tokens of a chat, and the turn of the session that they continue.
+
+    The history of a session keeps its recorded tokens. Raises ConfigError if the chat template
+    refuses the messages.
+    """
+    previous = session.find_chat(messages, tools) if session else None
+    if previous is not None:
+        try:
+            inserted = models.continuation_ids(
+                tokenizer,
+                previous.chat,
+                messages[len(previous.chat) :],
+                ended=previous.completion.has_end_token,
+                limit=limit,
+                chat_template_kwargs=variables,
+            )
+            return np.concatenate([previous.token_ids, np.array(inserted, np.int32)]), previous
+        except RewardError:  # the template does not append the messages
+            pass
+    prompt_ids = np.array(models.chat_prompt(tokenizer, messages, limit, **variables), np.int32)
+    return prompt_ids, session.find(prompt_ids) if session else None
+
+
+def _room(prompt_ids: Int32Array, requested: int | None, max_model_len: int) -> int:
+    """The largest number of tokens of a completion. Raises ApiError if there is no room."""
     if len(prompt_ids) + (requested or 1) > max_model_len:
         raise ApiError(
             f"the messages are at least {len(prompt_ids)} tokens and the completion may have "
@@ -210,23 +363,78 @@ def parse_request(
             param="messages",
             code="context_length_exceeded",
         )
-    sampling = Sampling(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        stop=tuple(fields.stop),
-        max_completion_length=requested or max_model_len - len(prompt_ids),
-    )
-    seed = secrets.randbits(32) if fields.seed is None else fields.seed
-    completions = [
-        # Each choice has its own random numbers, which depend on the seed of the request only.
-        ChatCompletion(
-            np.array(prompt_ids, np.int32),
-            replace(sampling, seed=zlib.crc32(f"{seed}/{choice}".encode())),
-        )
-        for choice in range(fields.n)
-    ]
-    include_usage = fields.stream_options.include_usage
-    return ChatRequest(completions, fields.stream, include_usage, fields.logprobs)
+    return requested or max_model_len - len(prompt_ids)
+
+
+class _SamplingParams(_Fields):
+    model_config = ConfigDict(extra="ignore")  # a session has the sampling of the run
+
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    stop_token_ids: list[int] = []
+
+
+class _TokenBody(_Fields):
+    model_config = ConfigDict(extra="ignore")  # such as cache_salt and priority
+
+    model: Any = None
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), FailFast()]
+    sampling_params: _SamplingParams = _SamplingParams()
+
+
+def parse_token_request(
+    body: bytes, *, session: Session, model: str, vocab_size: int, max_model_len: int
+) -> ChatCompletion:
+    """Check a request for a completion of token ids; raises ApiError."""
+    fields = _parsed(_TokenBody, body)
+    check_model(fields.model, model)
+    if (largest := max(fields.token_ids)) >= vocab_size:
+        raise ApiError(f"token id {largest} is not below {vocab_size}", param="token_ids")
+    prompt_ids = np.array(fields.token_ids, np.int32)
+    room = _room(prompt_ids, None, max_model_len)
+    requested = fields.sampling_params.max_tokens or room
+    sampling = _session_sampling(session, min(room, requested))
+    return ChatCompletion(prompt_ids, sampling, session, session.find(prompt_ids))
+
+
+def token_reply(chat: ChatCompletion, completion: Completion) -> dict[str, Any]:
+    """The reply to a request with token ids, in the form of vLLM's /inference/v1/generate."""
+    assert chat.session is not None
+    chat.session.turns.append(Turn(completion, chat.previous))
+    content = [{"logprob": logprob} for logprob in completion.logprobs.tolist()]
+    choice = {
+        "index": 0,
+        "token_ids": completion.token_ids.tolist(),
+        "logprobs": {"content": content},
+        "finish_reason": completion.finish_reason,
+    }
+    return {
+        "request_id": f"gen-{secrets.token_hex(12)}",
+        "prompt_token_ids": completion.prompt_ids.tolist(),
+        "choices": [choice],
+        "system_fingerprint": fingerprint([chat]),
+    }
+
+
+class _SessionBody(_Fields):
+    group: Annotated[str, Field(min_length=1, max_length=200)]
+    size: Annotated[int, Field(ge=2, le=256)]
+
+
+class _RewardBody(_Fields):
+    reward: Any
+
+
+def parse_session(body: bytes) -> tuple[str, int]:
+    """Name and size of the group that a session joins; raises ApiError."""
+    fields = _parsed(_SessionBody, body)
+    return fields.group, fields.size
+
+
+def parse_reward(body: bytes) -> Score:
+    try:
+        return checked_score(_parsed(_RewardBody, body).reward)
+    except ValueError as error:
+        raise ApiError(f"the reward is {error}", param="reward") from None
 
 
 def check_model(requested: Any, model: str) -> None:
@@ -247,6 +455,7 @@ class Replies:
     """Makes the reply to a request after all its completions, or the chunks of its stream."""
 
     def __init__(self, request: ChatRequest, tokenizer: models.Tokenizer, model: str) -> None:
+        self._request = request
         self._chats = request.completions
         self._has_logprobs = request.logprobs
         self._tokenizer = tokenizer
@@ -258,21 +467,26 @@ class Replies:
         choices = list[dict[str, Any]]()
         for index, chat in enumerate(self._chats):
             completion = chat.result.result()
-            message = {"role": "assistant", "content": completion.text, "refusal": None}
+            reply = self._request.reply(completion)
+            message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+            message["refusal"] = None
+            if reply.tool_calls:
+                message["tool_calls"] = _calls(reply)
             choices.append({
                 "index": index,
                 "message": message,
                 "logprobs": self._logprobs(chat.tokens),
-                "finish_reason": completion.finish_reason,
+                "finish_reason": _finish_reason(completion, reply),
             })  # fmt: skip
+            self._request.record(chat, completion)
         return {**self._object("chat.completion", choices), "usage": self._usage()}
 
     def chunk(
         self,
         index: int,
-        delta: Mapping[str, str],
+        delta: Mapping[str, Any],
         tokens: Sequence[SampledToken] = (),
-        finish_reason: FinishReason | None = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
         choice = {
             "index": index,
@@ -317,10 +531,28 @@ class Replies:
         }
 
 
-class ChoiceStream:
-    """The chunks of one choice, as its tokens are sampled."""
+def _calls(reply: Message) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in reply.tool_calls
+    ]
 
-    def __init__(self, index: int, chat: ChatCompletion, tokenizer: models.Tokenizer) -> None:
+
+def _finish_reason(completion: Completion, reply: Message) -> str:
+    return "tool_calls" if reply.tool_calls else completion.finish_reason
+
+
+class ChoiceStream:
+    """The chunks of one choice, as its tokens are sampled; with tools, one chunk at the end."""
+
+    def __init__(
+        self, index: int, chat: ChatCompletion, tokenizer: models.Tokenizer, request: ChatRequest
+    ) -> None:
+        self._request = request
         self._index = index
         self._chat = chat
         self._tokenizer = tokenizer
@@ -335,19 +567,24 @@ class ChoiceStream:
         completion = self._chat.result.result() if self._chat.result.done() else None
         tokens = self._chat.tokens[:]
         new_tokens = tokens[self._num_tokens :]
-        if completion is None and not new_tokens:
+        if completion is None and (self._request.tools or not new_tokens):
             return []
-        text = self._certain_text(tokens) if completion is None else completion.text
-        delta = {"content": text[self._num_characters :]}
+        reply = None if completion is None else self._request.reply(completion)
+        text = self._certain_text(tokens) if reply is None else reply.content
+        delta: dict[str, Any] = {"content": text[self._num_characters :]}
         if not self._num_tokens:
             delta = {"role": "assistant", **delta}
+        if reply is not None and reply.tool_calls:
+            calls = enumerate(_calls(reply))
+            delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
         chunks = [replies.chunk(self._index, delta, new_tokens)]
         self._num_tokens = len(tokens)
         self._num_characters = max(self._num_characters, len(text))
-        if completion is not None:
+        if completion is not None and reply is not None:
             self.has_ended = True
-            end = replies.chunk(self._index, {}, finish_reason=completion.finish_reason)
-            chunks.append(end)
+            reason = _finish_reason(completion, reply)
+            chunks.append(replies.chunk(self._index, {}, finish_reason=reason))
+            self._request.record(self._chat, completion)
         return chunks
 
     def _certain_text(self, tokens: Sequence[SampledToken]) -> str:

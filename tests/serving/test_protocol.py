@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from peralta_zmq import models
-from peralta_zmq.generator.serving.chats import ChatCompletion
-from peralta_zmq.generator.serving.protocol import (
+from peralta_zmq.engines.sessions import ChatCompletion
+from peralta_zmq.rollout import Completion, Message, SampledToken, Sampling
+from peralta_zmq.serving.protocol import (
     ApiError,
     ChatRequest,
     ChoiceStream,
     Replies,
     parse_request,
 )
-from peralta_zmq.rollout import Completion, Message, SampledToken, Sampling
 
 HELLO = [{"role": "user", "content": "add 2 to 3."}]
 
@@ -75,12 +75,16 @@ def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: An
         (
             {"messages": [*HELLO, {"role": "robot", "content": ""}]},
             "messages[1].role",
-            "messages[1].role \"robot\": should be 'system', 'developer', 'user' or 'assistant'",
+            "role \"robot\": should be 'system', 'developer', 'user', 'assistant' or 'tool'",
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "null: should be a valid string"),
         ({"messages": [{"role": "system", "content": None}]}, "messages[0].content", "string"),
         ({"messages": [{**HELLO[0], "name": 3}]}, "messages[0].name", "a valid string"),
-        ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "messages[0].tool_calls", "to []"),
+        ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id",
+         "Field required"),
+        ({"messages": [{**HELLO[0], "tool_calls": [
+            {"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}]},
+         None, "arguments of the tool call 'f' are not a JSON object"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages[0].content.type", "should be 'text'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "refuses the messages"),
@@ -104,7 +108,7 @@ def test_defaults_are_those_of_the_api_and_the_rest_of_the_context(tokenizer: An
         ({"stream": 1}, "stream", "should be a valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "with stream only"),
         ({"top_logprobs": 2}, "top_logprobs", "is not supported here; leave it out or set it to 0"),
-        ({"tools": [{}]}, "tools", "tools is not supported here; leave it out or set it to []"),
+        ({"tools": [{}]}, "tools", "the chat template of the model renders no tools"),
         ({"enable_thinking": False}, "enable_thinking", "is not supported here; leave it out"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out"),
         ({"reasoning_effort": "none"}, "reasoning_effort", "leave it out"),
@@ -196,8 +200,9 @@ def test_pieces_of_a_stream_join_to_the_text_without_stop_strings(
 ) -> None:
     tokens = [SampledToken(token, 0.0, 0) for token in tokenizer.encode(text)]
     chat = ChatCompletion(np.array([1], np.int32), Sampling(stop=stop))
-    replies = Replies(ChatRequest([chat], True, False, False), tokenizer, "demo")
-    stream, pieces = ChoiceStream(0, chat, tokenizer), list[str]()
+    request = ChatRequest([chat], stream=True)
+    replies = Replies(request, tokenizer, "demo")
+    stream, pieces = ChoiceStream(0, chat, tokenizer, request), list[str]()
 
     def read() -> None:
         chunks = stream.next_chunks(replies)

@@ -20,14 +20,13 @@ from engine_data import Opener, assert_exact_logprobs, sampled, trainer_logprobs
 from openai import OpenAI
 from real_programs import RealRun, until
 
-from peralta_zmq import models
+from peralta_zmq import models, serving
 from peralta_zmq.config import Config
 from peralta_zmq.engines import Sampler
 from peralta_zmq.errors import ConfigError
-from peralta_zmq.generator import serving
-from peralta_zmq.generator.serving.chats import MAX_WAITING, ChatQueue
-from peralta_zmq.generator.serving.server import ChatServer
 from peralta_zmq.rollout import Message, Problem, Request, Sampling
+from peralta_zmq.serving.chats import MAX_WAITING, ChatQueue
+from peralta_zmq.serving.server import ChatServer
 from tools.link_proxy import free_ports
 
 KEY = "0123456789abcdef" * 2

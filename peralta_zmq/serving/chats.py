@@ -6,37 +6,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 
 from peralta_zmq.engines import RequestGroup, Sampler
-from peralta_zmq.rollout import Completion, Int32Array, SampledToken, Sampling
+from peralta_zmq.engines.sessions import (
+    ChatCompletion,
+    InterruptedChatError,
+    QueueFullError,
+    Sessions,
+)
 
 MAX_WAITING = 32  # completions; together with those in flight below the limit of connections
-
-
-class QueueFullError(Exception):
-    """MAX_WAITING completions wait already."""
-
-
-class InterruptedChatError(Exception):
-    """The completion was dropped."""
-
-
-class ChatCompletion:
-    def __init__(self, prompt_ids: Int32Array, sampling: Sampling) -> None:
-        self.prompt_ids = prompt_ids
-        self.sampling = sampling
-        self.tokens: list[SampledToken] = []  # so far; written by the engine's thread only
-        self.is_cancelled = False
-        self.result: Future[Completion] = Future()
-        self.result.set_running_or_notify_cancel()  # so that no waiting task can cancel it
-
-    def complete(self, completion: Completion) -> None:
-        """Set the result, and the tokens for an engine that does not append them."""
-        arrays = completion.token_ids, completion.logprobs, completion.policy_steps
-        columns = [array.tolist() for array in arrays]
-        self.tokens = [SampledToken(*token) for token in zip(*columns, strict=True)]
-        self.result.set_result(completion)
 
 
 class ChatQueue:
@@ -47,6 +26,7 @@ class ChatQueue:
     """
 
     def __init__(self, *, slots: int, max_model_len: int, start_seconds: float = 0.025) -> None:
+        self.sessions = Sessions()  # what agents ask for
         self.max_model_len = max_model_len  # maximum of prompt and completion together, in tokens
         self._max_in_flight = max(1, slots // 8)
         self._start_seconds = start_seconds
@@ -117,4 +97,4 @@ class ChatQueue:
     @staticmethod
     def _fail(chats: Collection[ChatCompletion], reason: str) -> None:
         for chat in chats:
-            chat.result.set_exception(InterruptedChatError(reason))
+            chat.fail(reason)

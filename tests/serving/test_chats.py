@@ -12,15 +12,10 @@ from engine_data import PROMPTS, sharp_model, tokens
 from peralta_zmq import models
 from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.engines.native.native_engine import native_engine
-from peralta_zmq.generator.serving.chats import (
-    MAX_WAITING,
-    ChatCompletion,
-    ChatQueue,
-    InterruptedChatError,
-    QueueFullError,
-)
+from peralta_zmq.engines.sessions import ChatCompletion, InterruptedChatError, QueueFullError
 from peralta_zmq.registry import EngineSettings
 from peralta_zmq.rollout import Completion, Problem, Sampling
+from peralta_zmq.serving.chats import MAX_WAITING, ChatQueue
 
 PROMPT = np.array([5, 9, 33, 8], np.int32)
 
