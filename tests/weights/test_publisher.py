@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -18,19 +20,12 @@ import torch
 from real_programs import until
 from weight_sets import COMPANIONS, loaded, reports_of, same, weights_at
 
-from peralta_zmq import models
 from peralta_zmq.weights import publisher as publisher_module
 from peralta_zmq.weights import tensor_set
 from peralta_zmq.weights.publisher import Snapshot, VersionWriter, WeightPublisher
 from peralta_zmq.weights.store import Version, WeightStore
 
 Opener = Callable[..., WeightPublisher]
-
-
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process, without mapped files."""
-    lines = Path("/proc/self/status").read_text("ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.fixture
@@ -166,17 +161,40 @@ def test_writer_reads_copies_while_they_are_moved(
     assert same(loaded(store, report.version), weights_at(1))
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
-def test_memory_of_a_copy_is_returned_to_the_system(
-    open_publisher: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models.keep_memory()
-    weights = {"w": torch.ones(1 << 24)}  # the copy has 32 MiB
-    before = anonymous_bytes()
-    publisher = open_publisher(moves_snapshots=True)
+MEMORY_AFTER_PUBLISHING = """
+import logging, sys, torch
+from contextlib import closing
+from pathlib import Path
+from real_programs import until
+from peralta_zmq import models
+from peralta_zmq.weights.publisher import VersionWriter, WeightPublisher
+from peralta_zmq.weights.store import WeightStore
+
+def anonymous_bytes():
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+logging.basicConfig(level=logging.INFO)
+models.keep_memory()
+store = WeightStore.open(Path(sys.argv[1]))
+store.claim("run")
+weights = {"w": torch.ones(1 << 24)}  # the copy has 32 MiB
+before = anonymous_bytes()
+writer = VersionWriter(store, companions={})
+with closing(WeightPublisher(writer, moves_snapshots=True)) as publisher:
     publisher.publish(0, weights)
-    assert reports_of(publisher)[0].version is not None
-    until(lambda: anonymous_bytes() - before < 16 << 20)
+    assert anonymous_bytes() - before > 30 << 20
+    assert publisher.wait(30)
+    until(lambda: anonymous_bytes() - before < 16 << 20, seconds=30)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
+def test_memory_of_a_copy_is_returned_to_the_system(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MEMORY_AFTER_PUBLISHING, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_copies_stay_in_memory_until_there_is_a_temporary_folder(
