@@ -108,7 +108,7 @@ class EngineSettings:
     dtype: str = "auto"
     trust_remote_code: bool = False
     slots: int = 32  # completions that are sampled concurrently
-    max_model_len: int = 512  # maximum of prompt and completion together, in tokens
+    max_model_len: int = 1024  # maximum of prompt and completion together, in tokens
     quantize: int | None = None  # bits per weight; None = the weights as published
     gpu_memory_utilization: float | None = None  # fraction; None = vLLM's default, all
     vllm_args: Mapping[str, Any] = field(

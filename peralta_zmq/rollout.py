@@ -255,8 +255,8 @@ class RolloutGroup:
     rollouts: Sequence[Rollout]
     min_group_number: int = 0  # the generator will never send or resend a group with a lower number
     sample_index: int | None = None
-    """Position of the problem in the run's shuffled sequence of problems, which all generators
-    share and which continues over epochs: 0, 1, 2, ...; None = unknown."""
+    """Index of the sample in the run's shuffled sequence of samples, which all generators share
+    and which continues over epochs: 0, 1, 2, ...; None = unknown."""
     evaluation_step: int | None = None
     """Policy step of the weights to evaluate; None = a group for training."""
     summary: InitVar[GroupSummary | None] = None

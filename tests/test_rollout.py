@@ -1,4 +1,4 @@
-"""Data types: joining completions to rollouts, groups, temperature schedules."""
+"""Data types: joining completions to rollouts, groups."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from peralta_zmq.trainer.journal import DROPPED, GROUP, decode_record, files_in,
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_generators_and_trainer_that_restart_draw_no_sample_twice(tmp_path: Path) -> None:
-    """All generators have the default numbers, index 0 of count 1."""
     run = RealRun(tmp_path, "--train.max-steps", "14")
     with closing(run):
         trainer = run.trainer()

@@ -13,7 +13,7 @@ from peralta_zmq.build.components import (
 from peralta_zmq.build.engines import (
     base_dtype,
     base_folder,
-    choose_engine,
+    engine_name,
     eval_group_sampling,
     group_sampling,
     make_engine,

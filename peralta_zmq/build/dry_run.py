@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from peralta_zmq import models, registry
 from peralta_zmq.build.components import load_policy, make_scorer
-from peralta_zmq.build.engines import choose_engine, make_eval_sampling, make_sampling
+from peralta_zmq.build.engines import engine_name, make_eval_sampling, make_sampling
 from peralta_zmq.build.environments import open_environments
 from peralta_zmq.config import Config
 from peralta_zmq.environments.dataset import Environments, Split
@@ -83,7 +83,7 @@ def check_run(
             raise
         folder = None
     try:
-        engine, reason = choose_engine(config, folder)
+        engine, reason = engine_name(config, folder)
         registry.resolve("engine", engine)
         yield Finding("engine", f"{engine} ({reason})")
     except PeraltaError as error:  # no fault of a trainer, whose generators run elsewhere

@@ -60,7 +60,7 @@ def make_engine(
 
 def open_engine(config: Config, folder: Path, *, step: int = 0) -> registry.Engine:
     """The engine of [engine] with the model in `folder`, whose weights are those of `step`."""
-    name, reason = choose_engine(config, folder)
+    name, reason = engine_name(config, folder)
     device = models.choose_device(config.model.device)
     dtype = str(models.choose_dtype(device, config.model.dtype)[0]).removeprefix("torch.")
     logger.info("engine=%s device=%s dtype=%s (%s)", name, device, dtype, reason)
@@ -79,7 +79,7 @@ def make_live_engine(
     return factory.open_live(model, tokenizer, settings)
 
 
-def choose_engine(config: Config, folder: Path | None = None) -> tuple[str, str]:
+def engine_name(config: Config, folder: Path | None = None) -> tuple[str, str]:
     """The engine of this machine for the model in `folder`, if that is known, and the reason."""
     return choice.choose_engine(
         config.engine.name,

@@ -13,7 +13,7 @@ import torch
 
 from peralta_zmq import memory, models
 from peralta_zmq.build.components import reference_models_used
-from peralta_zmq.build.engines import choose_engine, settings_with_turns
+from peralta_zmq.build.engines import engine_name, settings_with_turns
 from peralta_zmq.config import RESOLVED, Config, files_given
 from peralta_zmq.errors import ConfigError, OutOfMemoryError, program_name
 from peralta_zmq.memory import GIB, Machine, ModelShape, Plan, Role, gib, read_shape
@@ -42,7 +42,7 @@ class MemoryPlanner:
         try:
             device = models.choose_device(config.model.device)
             with suppress(ConfigError):  # the generator's machine reports it
-                engine = choose_engine(config, folder)[0]
+                engine = engine_name(config, folder)[0]
         except ConfigError:
             kind = config.model.device.partition(":")[0]
             if memory_gib is None or kind not in ("cuda", "mps"):

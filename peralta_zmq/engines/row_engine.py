@@ -22,7 +22,7 @@ from peralta_zmq.rollout import BoolArray, Completion, Request, SampledToken, Sa
 
 
 class SamplingInputs(NamedTuple):
-    """Inputs of the token sampler, beside the logits, for n rows with equal options."""
+    """Inputs of the token sampler besides the logits, for n rows with equal options."""
 
     sampling: Sampling
     uniforms: np.ndarray  # [n], random numbers in [0, 1)

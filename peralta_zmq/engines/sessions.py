@@ -32,6 +32,8 @@ from peralta_zmq.rollout import (
     Score,
 )
 
+MAX_BRANCHES = 16  # of a session: each is a rollout
+
 
 class QueueFullError(Exception):
     """Too many requests wait already."""

@@ -137,7 +137,7 @@ class RewardPool:
 
 
 class _Workers:
-    """Workers for one kind of function. A worker takes as many calls as it occurs in the list."""
+    """Workers for one kind of function; a worker that is listed n times takes n calls at a time."""
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self.workers = workers

@@ -1,6 +1,6 @@
 """The generator: sample completions, score them, send them to the trainer.
 
-A restarted generator needs only the weights and the trainer's announcements.
+A restarted generator needs nothing that its predecessor had in memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run(config: Config) -> None:
 
 def run_once(config: Config) -> None:
     """Like `run`, but a failed allocation raises the error of the library."""
-    build.choose_engine(config)  # refuses settings before it waits for weights
+    build.engine_name(config)  # refuses settings before it waits for weights
     serving.check_settings(config)
     models.keep_memory()  # freed memory stays in the process, for the next step
     threads = models.use_threads(config.run.num_workers)

@@ -39,7 +39,7 @@ class Throughput:
     num_tokens: int = 0  # generated tokens in finished groups
     idle_seconds: float = 0.0  # time without a group in the engine, because none could start
     queue_seconds: float = 0.0  # the same, while finished groups waited for room in the send queue
-    started: float = field(default_factory=time.monotonic)  # begin of the interval
+    started: float = field(default_factory=time.monotonic)  # the beginning of the interval
 
     def plus(self, later: Throughput) -> Throughput:
         return Throughput(

@@ -1,8 +1,8 @@
 """Training groups: which problem a generator samples next, and when.
 
-A sample is one draw of a problem. Its index, a position in the run's shuffled order of problems,
-determines the problem. A generator draws the sample ranges that the trainer grants to it; without
-one for long, its static share: every n-th index, if the trainer announces n live generators.
+A sample is one draw of a problem, which its index in the run's shuffled order determines. A
+generator draws the sample ranges that the trainer grants to it; without one for long, its static
+share: every n-th index, if the trainer announces n live generators.
 """
 
 from __future__ import annotations

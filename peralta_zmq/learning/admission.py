@@ -4,7 +4,7 @@ Summary, metrics, events and samples.jsonl give five reasons why a group is not 
 `Admission.admit` records one outcome; a group that has one is settled.
 
     reason       outcomes in the ledger
-    no signal    no_signal: in the batch, but all rewards are equal, so its gradient is 0
+    no signal    no_signal: in the batch, but all rewards are equal; most advantages are then 0
     too old      stale: sampled from weights that are more than `max_off_policy_steps` steps old;
                  abandoned: from weights that a roll-back has undone, or after the last step
     filtered     filtered: mean reward exactly 0 or 1, with `online_difficulty_filtering`

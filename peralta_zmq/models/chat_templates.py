@@ -147,7 +147,7 @@ def _to_dict(message: Message) -> dict[str, Any]:
 def _tokenized(tokenizer: Tokenizer, text: str, limit: int = sys.maxsize) -> list[int]:
     """The token ids of a text; of one far above `limit` tokens, a beginning above `limit`."""
     ids: list[int] = []
-    for characters in (16, 128):  # a token has fewer in the mean, and at most
+    for characters in (16, 128):  # more than a token has on average, and at most
         part = text[: characters * limit]
         ids = tokenizer.encode(part, add_special_tokens=False)
         if part == text or len(ids) > 2 * limit:  # the end of a part may have other tokens

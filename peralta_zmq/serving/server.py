@@ -33,6 +33,7 @@ from starlette.routing import Mount, Route
 
 from peralta_zmq import models
 from peralta_zmq.engines.sessions import (
+    MAX_BRANCHES,
     AgentRun,
     ChatCompletion,
     InterruptedChatError,
@@ -54,7 +55,6 @@ from peralta_zmq.serving.protocol import (
     token_reply,
 )
 
-MAX_BRANCHES = 16  # histories in a session
 MAX_OPEN = 8  # completions of a session at the same time
 
 

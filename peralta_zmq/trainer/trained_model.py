@@ -17,6 +17,7 @@ import torch
 from peralta_zmq import addresses, atomic_files, build, models, registry, wire
 from peralta_zmq.build import fitted_settings
 from peralta_zmq.config import Config
+from peralta_zmq.engines.sessions import MAX_BRANCHES
 from peralta_zmq.errors import ConfigError, OutageError, StoreError
 from peralta_zmq.learning.distributed import DistributedRanks, Ranks
 from peralta_zmq.models import frozen_layers, lora
@@ -73,9 +74,6 @@ def open_trained_model(config: Config, tokenizer: models.Tokenizer, ranks: Ranks
         worker_info,
         arithmetic,
     )
-
-
-MAX_BRANCHES = 16  # rollouts of an agent
 
 
 def group_limits(config: Config, model: models.Model) -> wire.GroupLimits:

@@ -44,8 +44,8 @@ def run(config: Config) -> None:
     """Train to `train.max_steps`; continue an earlier session of the run.
 
     Under torchrun this process is one of several ranks: rank 0 is the trainer. Raises ConfigError,
-    TaskError, WireError, StoreError or JournalError before anything is written; OutOfMemoryError at
-    any time; TrainingError, after the run is saved, if a limit of [early_stop] is exceeded.
+    TaskError or StoreError before anything is written, JournalError while it resumes, WireError or
+    OutOfMemoryError at any time, and, after it saved the run, TrainingError for [early_stop].
     """
     fitted = fitted_settings.FittedConfig(config, {})
     if is_leader():  # the other ranks get its settings

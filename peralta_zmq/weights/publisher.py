@@ -197,7 +197,7 @@ class WeightPublisher:
             ).start()
         report = self._writer.write(snapshot)
         if self._moves_snapshots:
-            release_memory()  # activations of the next step, between its gradients
+            release_memory()  # freed activations: the trainer computes meanwhile
         with self._changed:
             self._reports.append(report)
             self._publishing = report.version is None  # a failure is settled by `back_off`

@@ -37,7 +37,7 @@ class PendingWeights:
     """A complete, verified version in the replica, for the generator to apply."""
 
     version: Version
-    tensors: Mapping[str, torch.Tensor]  # views of the replica, valid until accepted or rejected
+    tensors: Mapping[str, torch.Tensor]  # read from `folder` when accessed
     folder: Path  # the replica, with all files that `from_pretrained` needs
     bytes_read: int  # from the store; 0 if the replica had this version already
     visible_seconds: float  # from the discovery of the version until it was ready
