@@ -78,7 +78,10 @@ def open_environments(
             if local:
                 raise ConfigError(f"{env.task_name}: an agent runs beside a generator only")
             functions[env.label] = AgentFunctions(
-                source.agent, make_agent_pool(config), model=config.run.name
+                source.agent,
+                make_agent_pool(config),
+                model=config.run.name,
+                max_turns=config.task.max_turns,
             )
             loaded = [labeled_problem(problem, env.label) for problem in loaded]
         else:

@@ -145,7 +145,7 @@ class EnvSection(RewardSettings, DataSection):
     @property
     def has_agent(self) -> bool:
         """Whether its completions are those that an agent asks for."""
-        return self.task_name.startswith("agent:")
+        return self.task_name.startswith(("agent:", "verifiers:"))
 
     @property
     def label(self) -> str:

@@ -32,6 +32,7 @@ class AgentCall:
     base_url: str
     api_key: str
     model: str
+    max_turns: int
     is_async: ClassVar[bool] = True
     num_completions: ClassVar[int] = 1
     reports_timeout: ClassVar[bool] = False
@@ -49,6 +50,7 @@ class AgentCall:
             "base_url": self.base_url,
             "api_key": self.api_key,
             "model": self.model,
+            "max_turns": self.max_turns,
         }
         if function is run_command:
             return run_command(self.agent, available)
@@ -66,8 +68,8 @@ class AgentCall:
     def result_of(self, result: Score | str) -> Score:
         if isinstance(result, str):
             raise RewardError(
-                f"agent {self.agent} {result}, for problem {self.problem.id}; fix the agent (its "
-                "time limit is task.agent_timeout)"
+                f"the agent of {self.problem.task} {result}, for problem {self.problem.id}; fix "
+                "the agent (its time limit is task.agent_timeout)"
             )
         return result
 

@@ -4,9 +4,9 @@ The agent of task `agent:MODULE:FUNCTION` is a function, which may be a coroutin
 
     async def solve(problem, base_url, api_key, model): ...
 
-It takes those of these parameters that it names, `answer`, and the columns of the row by their
-names. An OpenAI client takes `base_url` and `api_key`, each of its requests `model`. The result is
-that of a reward function.
+It takes those of these parameters that it names, `answer`, `max_turns` (the limit of the run), and
+the columns of the row by their names. An OpenAI client takes `base_url` and `api_key`, each of its
+requests `model`. The result is that of a reward function.
 
 The agent of task `agent:COMMAND` is a program. It gets the problem as a JSON object in its standard
 input, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment; the last line that
@@ -55,10 +55,11 @@ class AgentFunctions:
     has_agent = True
     schemas: Sequence[Mapping[str, Any]] = ()
 
-    def __init__(self, agent: str, pool: RewardPool, *, model: str) -> None:
+    def __init__(self, agent: str, pool: RewardPool, *, model: str, max_turns: int) -> None:
         self._agent = agent
         self._pool = pool
         self._model = model
+        self._max_turns = max_turns
 
     @property
     def identity(self) -> str:
@@ -69,7 +70,7 @@ class AgentFunctions:
         return self._pool.has_room(is_async=True)
 
     def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
-        call = AgentCall(self._agent, problem, base_url, api_key, self._model)
+        call = AgentCall(self._agent, problem, base_url, api_key, self._model, self._max_turns)
         return self._pool.submit([call], lambda results: results[0])
 
     def score(

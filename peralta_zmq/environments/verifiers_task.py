@@ -1,7 +1,7 @@
-"""Adapter: the tasksets of the library verifiers as tasks (`verifiers:NAME`).
+"""Adapter: environments of the library verifiers as tasks (`verifiers:NAME`).
 
-A taskset may come with an environment of its own, in which one agent has several turns. A problem
-carries in `info` what a reward worker needs to build its task again.
+An episode is the agent of a problem (agents.py): verifiers' own Env runs it, with its harness,
+runtime, tools and state, in a worker beside the generator. The model that it asks is the session.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import asyncio
 import functools
 import hashlib
 import json
+import os
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
+from peralta_zmq.environments import verifiers_chat
+from peralta_zmq.environments.agents import AgentTask
 from peralta_zmq.environments.dataset import problem_id, unknown_option
-from peralta_zmq.environments.tool_process import tool_messages
-from peralta_zmq.environments.turns import Reply
-from peralta_zmq.environments.verifiers_replay import library, prompt_of, replay
 from peralta_zmq.errors import (
     ConfigError,
     TaskError,
@@ -27,27 +27,27 @@ from peralta_zmq.errors import (
     import_extra,
 )
 from peralta_zmq.rollout import Message, Problem, Score
-from peralta_zmq.signatures import Signature
 
 PREFIX = "verifiers"
-_mcp: Any = import_extra("mcp.server.mcpserver", extra=PREFIX, needed_by=f"task {PREFIX}:NAME")
+# Imported with this module, because the import takes longer than many a reward may take.
+library: Any = import_extra("verifiers.v1", extra=PREFIX, needed_by=f"task {PREFIX}:NAME")
 TASKSETS = "verifiers.v1.tasksets"  # package of those that come with the library
 HELD_OUT = 10  # one of this number of tasks is for evaluation
 MAX_SKIPPED = 1000  # tasks in a row of the other split, in a taskset without end
 OWN_OPTIONS = ("size", "eval_size", "system_prompt")  # those of this adapter
+KEY = "PERALTA_SESSION_API_KEY"  # environment variable; verifiers' runtimes do not inherit it
 
 
-class VerifiersTask:
+class VerifiersTask(AgentTask):
     """The task of one taskset. Raises ConfigError for a name that cannot be used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         _check_class(name)
-        self.reward = reward
-        self.reply: Callable[..., Reply] | None = None
-        self.tool_schemas: Sequence[Any] = ()
+        self.agent = f"{__name__}:{run_episode.__name__}"
+        self.problems = self._problems
 
-    def problems(
+    def _problems(
         self,
         split: str,
         seed: int,  # unused: the order of the tasks is the taskset's
@@ -76,12 +76,9 @@ class VerifiersTask:
             for task in self._tasks(env, split)
         )
         try:
-            for number, task in enumerate(islice(tasks, count)):
-                if number == 0:
-                    self._check_task(env, task)
-                if task.data.image:
-                    raise _unusable(self._name, f"its tasks need the container {task.data.image}")
-                yield self._problem(env, task, source)
+            for task in islice(tasks, count):
+                _check_runtime(self._name, env, task)
+                yield _problem(self._name, task, source)
         except (ConfigError, TaskError):
             raise
         except Exception as error:
@@ -108,143 +105,121 @@ class VerifiersTask:
                 "prompts, for evaluations in [[eval.env]]"
             )
 
-    def _check_task(self, env: Any, task: Any) -> None:
-        """Find the tools of a task, and whether it has several turns. Raises ConfigError."""
-        if reason := _unsupported_task(task):
-            raise _unusable(self._name, reason)
-        for toolset, _ in _toolsets(env, task):
-            if library.state.state_cls(type(toolset)) is not library.State:
-                raise _unusable(self._name, f"the tools of {type(toolset).__name__} share a state")
-            if getattr(toolset.config, "url", None):
-                raise _unusable(self._name, f"{type(toolset).__name__} runs on another machine")
-        self.tool_schemas = [tool.schema for tool in asyncio.run(_tools(env, task)).values()]
-        if self.tool_schemas or type(env) is not library.SingleAgentEnv:
-            self.reply = reply
 
-    def _problem(self, env: Any, task: Any, source: str) -> Problem:
-        messages = prompt_of(task.data)
-        if task.data.prompt is None:  # the environment begins
-            messages += asyncio.run(replay(env, task, ())).inserted
-        data = task.data.model_dump(mode="json")
-        answer = data.get("answer")
-        tools = [schema["function"]["name"] for schema in self.tool_schemas]
-        return Problem(
-            problem_id((self._name, task.hash)),
-            self._name,
-            tuple(messages),
-            answer="" if answer is None else str(answer),
-            info={"source": source, "data": data, "tools": tools},
-        )
+def _problem(name: str, task: Any, source: str) -> Problem:
+    data = task.data.model_dump(mode="json")
+    answer = data.get("answer")
+    return Problem(
+        problem_id((name, task.hash)),
+        name,
+        tuple(_prompt_of(task.data)),
+        answer="" if answer is None else str(answer),
+        info={"source": source, "data": data},
+    )
 
 
-# In reward workers.
+def _prompt_of(data: Any) -> Iterator[Message]:
+    """The text of a task's prompt, for problem tables and samples."""
+    if data.system_prompt:
+        yield Message("system", data.system_prompt)
+    if data.prompt is None:  # the environment begins
+        yield Message("user", data.description or data.name or f"task {data.idx}")
+    elif isinstance(data.prompt, str):
+        yield Message("user", data.prompt)
+    else:
+        for each in data.prompt:
+            message = library.dialects.parse_message(each) if isinstance(each, dict) else each
+            if not isinstance(message.content, str | None) and any(
+                part.type != "text" for part in message.content
+            ):
+                raise TaskError("a prompt has an image; only text is supported")
+            yield Message(message.role, library.types.content_text(message.content))
 
 
-def reply(problem: Problem, messages: Sequence[Message], *, tool_seconds: float = 0.0) -> Reply:
-    """The results of tools that a completion calls, or the messages of the environment."""
-    env, task = _task_of(problem)
-    agent = asyncio.run(_replay(problem, env, task, messages))
-    if agent.calls:
-        tools = {name: _tool_function(env, task, name) for name in problem.info["tools"]}
-        return tool_messages(agent.calls, tools, timeout_seconds=tool_seconds)
-    return None if agent.has_ended else agent.inserted
+# In workers of agents.
 
 
-def reward(problem: Problem, completion_text: str, messages: Sequence[Message] = ()) -> Score:
-    """The weighted sum of the taskset's rewards; by name, its unweighted rewards and metrics."""
-    env, task = _task_of(problem)
-    episode = messages or [Message("assistant", completion_text)]
-    agent = asyncio.run(_replay(problem, env, task, [*problem.messages, *episode], ends=True))
-    trace = agent.trace
+async def run_episode(problem: Problem, base_url: str, api_key: str, max_turns: int) -> Score:
+    """Run the episode of a problem, whose model is the session at `base_url`.
+
+    Returns the weighted sum of the taskset's rewards; by name, its unweighted rewards and metrics.
+    Raises RuntimeError with the errors of an episode that failed.
+    """
+    source: str = problem.info["source"]
+    env = await _served(source, max_turns)
+    task_class = type(env.taskset).task_type()
+    data = task_class.data_type().model_validate(problem.info["data"])
+    # One address for all sessions, so that the library needs one client.
+    server, _, key = base_url.removesuffix("/v1").rpartition("/rl/sessions/")
+    os.environ[KEY] = api_key
+    client = library.EvalClientConfig(base_url=f"{server}/v1", api_key_var=KEY)
+    context = library.ModelContext(model=f"session:{key}", client=client)
+    episode = await env.run_episode(task_class(data, env.taskset.config.task), context)
+    if not episode.ok:
+        errors = [*episode.errors, *(error for each in episode.traces for error in each.errors)]
+        texts = [f"{error.type}: {' '.join(error.message.split()):.300}" for error in errors]
+        raise RuntimeError("; ".join(texts) or "the episode failed")
+    if len(episode.traces) != 1:
+        raise RuntimeError(f"the environment ran its agent {len(episode.traces)} times, not once")
+    (trace,) = episode.traces
     if not trace.rewards:
-        raise TaskError("the taskset gave no reward")
+        raise RuntimeError("the taskset gave no reward")
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
     return Score(trace.reward, {**trace.metrics, **rewards})
 
 
-def _replay(
-    problem: Problem, env: Any, task: Any, messages: Sequence[Message], *, ends: bool = False
-) -> Any:
-    after_prompt = messages[len(prompt_of(task.data)) :]
-    return replay(env, task, after_prompt, has_tools=bool(problem.info["tools"]), ends=ends)
+_environments: dict[tuple[str, int], asyncio.Future[Any]] = {}  # by source and maximum of turns
+_serving = set[asyncio.Task[None]]()
 
 
-def _task_of(problem: Problem) -> tuple[Any, Any]:
-    env = _environment(problem.info["source"])
-    task_class = type(env.taskset).task_type()
-    data = task_class.data_type().model_validate(problem.info["data"])
-    return env, task_class(data, env.taskset.config.task)
+async def _served(*key: Any) -> Any:
+    """The environment with its shared resources, which this process keeps until it ends."""
+    if key not in _environments:
+        _environments[key] = asyncio.get_running_loop().create_future()
+        _serving.add(asyncio.create_task(_serve(*key)))
+    return await asyncio.shield(_environments[key])
+
+
+async def _serve(*key: Any) -> None:
+    ready = _environments[key]
+    try:
+        env = _environment(*key)
+        async with env.serving():
+            ready.set_result(env)
+            await asyncio.Event().wait()
+    except Exception as error:  # noqa: BLE001  an environment may raise anything
+        del _environments[key]  # the next episode tries again
+        if not ready.done():
+            ready.set_exception(error)
 
 
 @functools.lru_cache(maxsize=64)
-def _environment(source: str) -> Any:
+def _environment(source: str, max_turns: int | None = None) -> Any:
     """The environment with the taskset; `source` is a JSON list of its name and its options."""
     name, options = json.loads(source)
     config_class = library.env_config_type(name)
     taskset_class = library.taskset_config_type(name)
     of_taskset = set(taskset_class.model_fields) - {"id", "system_prompt"}
-    of_env = set(config_class.model_fields) - set(library.EnvConfig.model_fields) - {*_agents(name)}
+    of_env = set(config_class.model_fields) - set(library.EnvConfig.model_fields)
     for option in options:
         if option not in of_taskset | of_env:
             names = sorted({*of_taskset, *of_env, *OWN_OPTIONS})
             raise unknown_option(f"task {PREFIX}:{name}", option, names)
     taskset = {key: value for key, value in options.items() if key in of_taskset}
     rest = {key: value for key, value in options.items() if key not in of_taskset}
+    (agent,) = _agents(name)
+    defaults: dict[str, Any] = {"runtime": {"type": "subprocess"}, "max_turns": max_turns}
+    if library.default_harness_id(name) != name:
+        defaults["harness"] = {"id": verifiers_chat.ID}
     try:
+        rest[agent] = {**defaults, **rest.get(agent, {})}
         config = config_class.model_validate({**rest, "taskset": {"id": name, **taskset}})
         return library.environment_class(name)(config)
-    except (TypeError, ValueError) as error:  # pydantic's is a ValueError
+    except (ImportError, TypeError, ValueError) as error:  # pydantic's is a ValueError
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"task {PREFIX}:{name} refuses its options {options}: {reason:.300}; correct data.args"
         ) from None
-
-
-# Tools.
-
-
-class _Tool(NamedTuple):
-    server: Any
-    name: str  # on the server
-    schema: dict[str, Any]
-
-
-def _toolsets(env: Any, task: Any) -> list[tuple[Any, bool]]:
-    """The toolsets of a task and of its taskset, and whether they are set up for a task."""
-    of_task = type(task).toolsets(task.config)
-    taskset = env.taskset
-    shared = type(taskset).toolsets(taskset.config)
-    return [*((each, True) for each in of_task), *((each, False) for each in shared)]
-
-
-async def _tools(env: Any, task: Any) -> dict[str, _Tool]:
-    tools: dict[str, _Tool] = {}
-    for toolset, is_of_task in _toolsets(env, task):
-        await toolset.setup()
-        if is_of_task:
-            await toolset.setup_task(task.data)
-        server = _mcp.MCPServer(toolset.server_name or type(toolset).__name__)
-        toolset.register(server)
-        for tool in await server.list_tools():
-            name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
-            function = {"name": name, "description": tool.description or ""}
-            function["parameters"] = tool.input_schema
-            tools[name] = _Tool(server, tool.name, {"type": "function", "function": function})
-    return tools
-
-
-def _tool_function(env: Any, task: Any, name: str) -> Callable[..., str]:
-
-    async def result(arguments: dict[str, Any]) -> str:
-        tool = (await _tools(env, task))[name]
-        called = await tool.server.call_tool(tool.name, arguments)
-        return "\n".join(block.text for block in called.content if block.type == "text")
-
-    def call(**arguments: Any) -> str:
-        return asyncio.run(result(arguments))
-
-    call.__name__ = name
-    return call
 
 
 # Which tasksets can be used.
@@ -252,7 +227,8 @@ def _tool_function(env: Any, task: Any, name: str) -> Callable[..., str]:
 
 def _check_class(name: str) -> None:
     try:
-        reason = _unsupported_class(name, library.utils.loaders.taskset_class(name))
+        library.utils.loaders.taskset_class(name)
+        agents = _agents(name)
     except ModuleNotFoundError as error:
         missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
@@ -265,42 +241,23 @@ def _check_class(name: str) -> None:
         if is_old or _has_old_environment(name):
             reason = "it was made for verifiers before 0.4 (load_environment); it needs a Taskset"
         raise _unusable(name, reason) from None
-    if reason:
-        raise _unusable(name, reason)
-
-
-def _unsupported_class(name: str, taskset_class: Any) -> str:
-    env_class = library.environment_class(name)
-    task_class = taskset_class.task_type()
-    agents = _agents(name)
     if len(agents) != 1:
-        return f"its environment has several agents ({', '.join(agents)})"
-    if library.default_harness_id(name) == name:
-        return "it has a harness of its own"
-    if task_class.NEEDS_CONTAINER:
-        return "its tasks need a container"
-    for method in ("setup", "finalize"):
-        if getattr(task_class, method) is not getattr(library.Task, method):
-            return f"its tasks prepare or read a runtime ({method})"
-    for method in ("start", "stop"):
-        if getattr(env_class, method) is not getattr(library.Env, method):
-            return f"its environment has resources for many episodes ({method})"
-    return ""
+        raise _unusable(name, f"its environment has several agents ({', '.join(agents)})")
 
 
-def _unsupported_task(task: Any) -> str:
-    for function in (*task.hooks("metric"), *task.hooks("reward")):
-        if "runtime" in Signature(function).required:
-            return f"its function {function.__name__} needs a runtime"
-    for function in task.hooks("stop"):
-        if library.session.hook_boundary(function, allow_trace=True) is not library.Trace:
-            return f"its function {function.__name__} stops requests or responses, not the trace"
-    for judge in task.plugged_judges():
-        if "runtime" in Signature(judge.score).names:
-            return f"its judge {judge.reward_name} needs a runtime"
-    if library.utils.decorators.discover_decorated(task, "intercept"):
-        return "its tasks intercept requests or responses"
-    return ""
+def _check_runtime(name: str, env: Any, task: Any) -> None:
+    """Raise ConfigError if the task or its harness needs a container, and none is set."""
+    (agent,) = _agents(name)
+    spec = getattr(env.config, agent)
+    harness_id = spec.harness.id if spec.harness else name
+    harness = library.utils.loaders.harness_class(harness_id)
+    needs = type(task).NEEDS_CONTAINER or task.data.image or harness.NEEDS_CONTAINER
+    if needs and spec.runtime.type == "subprocess":
+        is_harness = harness.NEEDS_CONTAINER
+        what = f"its harness {harness_id} needs" if is_harness else "its tasks need"
+        image = f" {task.data.image}" if task.data.image else ""
+        remedy = f'set {agent} = {{ runtime = {{ type = "podman" }} }} in data.args'
+        raise _unusable(name, f"{what} a container{image}; {remedy}")
 
 
 def _agents(name: str) -> list[str]:

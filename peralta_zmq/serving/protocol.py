@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -43,6 +43,7 @@ from peralta_zmq.rollout import (
 )
 from peralta_zmq.serving.chats import MAX_WAITING
 
+SESSION_MODEL = "session:"  # and its key: the model, for a client whose address is fixed
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
 # Fields without an effect on completions, and fields that must have one of the values here. A field
 # of a message may have those values, too.
@@ -240,6 +241,7 @@ def parse_request(
     body: bytes,
     *,
     session: Session | None = None,
+    find_session: Callable[[str], Session | None] = lambda key: None,
     model: str,
     tokenizer: models.Tokenizer,
     template_kwargs: Mapping[str, Any],
@@ -247,7 +249,10 @@ def parse_request(
 ) -> ChatRequest:
     """Check a request body and tokenize its messages; raises ApiError."""
     fields = _parsed(_Body, body)
-    check_model(fields.model, model)
+    if session is None and str(fields.model).startswith(SESSION_MODEL):
+        session = find_session(fields.model.removeprefix(SESSION_MODEL))
+    else:
+        check_model(fields.model, model)
     messages = _messages(fields.messages)
     if fields.tools and "tools" not in str(tokenizer.chat_template):
         raise ApiError("the chat template of the model renders no tools", param="tools")

@@ -7,7 +7,7 @@
                                  "api_key"}; K sessions of one name are a group
     POST /rl/sessions/ID/reward  its reward: {"reward": NUMBER or terms}
     POST /rl/sessions/ID/end     its end; without a reward, the group is dropped
-    ... /rl/sessions/ID/v1/...   the routes above, and in addition
+    ... /rl/sessions/ID/v1/...   the routes above (or model "session:ID"), and in addition
     POST /rl/sessions/ID/inference/v1/generate    a completion of token ids
 
 What a client samples through a session is recorded, and trained with the reward of the session.
@@ -134,17 +134,18 @@ class ChatServer:
         return _json({"object": "list", "data": [card]} if name is None else card)
 
     async def complete_chat(self, request: Request) -> Response:
-        session = self._session(request)
+        session = self._session(request.path_params.get("key"))
         chat_request = parse_request(
             await _json_body(request),
             session=session,
+            find_session=self._session,
             model=self._model,
             tokenizer=self._tokenizer,
             template_kwargs=self._template_kwargs,
             max_model_len=self._chats.max_model_len,
         )
         replies = Replies(chat_request, self._tokenizer, self._model)
-        self._check_turns(session, chat_request.completions)
+        self._check_turns(chat_request.completions)
         with _api_errors():
             self._submit(chat_request.completions)
             if chat_request.stream:
@@ -155,7 +156,7 @@ class ChatServer:
             return _json(replies.whole())
 
     async def complete_tokens(self, request: Request) -> Response:
-        session = self._session(request)
+        session = self._session(request.path_params["key"])
         assert session is not None
         chat = parse_token_request(
             await _json_body(request),
@@ -164,7 +165,7 @@ class ChatServer:
             vocab_size=len(self._tokenizer),
             max_model_len=self._chats.max_model_len,
         )
-        self._check_turns(session, [chat])
+        self._check_turns([chat])
         with _api_errors():
             self._submit([chat])
             if not await self._wait(request, [chat]):
@@ -190,9 +191,9 @@ class ChatServer:
         run.end("a session ended without a reward")
         return _json({"turns": len(run.session.turns), "branches": run.session.num_branches})
 
-    def _session(self, request: Request) -> Session | None:
-        """The session in the path of a request; None without one. Raises ApiError."""
-        if (key := request.path_params.get("key")) is None:
+    def _session(self, key: str | None) -> Session | None:
+        """The session with a key; None without a key. Raises ApiError."""
+        if key is None:
             return None
         session = self._sessions.find(key)
         if session is None or session.is_closed:
@@ -202,9 +203,9 @@ class ChatServer:
             raise ApiError("the session has ended", status=404, code="no_session")
         return session
 
-    def _check_turns(self, session: Session | None, chats: Sequence[ChatCompletion]) -> None:
-        """Raise ApiError for turns that the session may not have."""
-        if session is None:
+    def _check_turns(self, chats: Sequence[ChatCompletion]) -> None:
+        """Raise ApiError for turns that their session may not have."""
+        if (session := chats[0].session) is None:
             return
         num_open = session.num_open + len(chats)
         if num_open > MAX_OPEN:

@@ -6,8 +6,7 @@ import json
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from urllib.error import HTTPError
@@ -15,76 +14,16 @@ from urllib.error import HTTPError
 import numpy as np
 import pytest
 import torch
+from agent_scenes import PROBLEM, SAMPLING, Scene
 from engine_data import assert_exact_logprobs, trainer_logprobs
 
 from peralta_zmq import models
-from peralta_zmq.engines import RequestGroup, Sampler
-from peralta_zmq.engines.native.native_engine import open as open_engine
-from peralta_zmq.environments.agents import AgentFunctions
-from peralta_zmq.environments.dataset import Environments
-from peralta_zmq.environments.reward_pool import RewardPool
+from peralta_zmq.engines import RequestGroup
 from peralta_zmq.errors import RewardError
-from peralta_zmq.registry import EngineSettings, WeightUpdate
-from peralta_zmq.rollout import Message, Problem, Rollout, Sampling, rollout_of
-from peralta_zmq.serving.chats import ChatQueue
-from peralta_zmq.serving.server import ChatServer
+from peralta_zmq.registry import WeightUpdate
+from peralta_zmq.rollout import rollout_of
 
-SAMPLING = Sampling(max_completion_length=20)
-PROBLEM = Problem("p", "mine", (Message("user", "add 2 to the product of 3 and 4."),), "14")
 COMMAND = f"{sys.executable} -c 'import json, sys; print(len(json.load(sys.stdin)[\"answer\"]))'"
-
-
-class Scene:
-    """An engine, a server, and agents in worker processes."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.tokenizer = models.load_tokenizer(models.EMBEDDED)
-        settings = EngineSettings(dtype="float32", slots=8, max_model_len=256, keeps_turns=True)
-        self.engine = open_engine(models.EMBEDDED, settings, step=7)
-        self.chats = ChatQueue(slots=8, max_model_len=256)
-        self.sessions = self.chats.sessions
-        self.server = ChatServer(
-            self.chats, self.tokenizer, host="127.0.0.1", port=0, token=None, model="demo",
-            template_kwargs={}, session_seconds=30.0,
-        )  # fmt: skip
-        stack.enter_context(closing(self.server))
-        self.sampler = Sampler(self.engine, self.tokenizer, sessions=self.sessions)
-        self._stack = stack
-
-    def environments(self, agent: str, **options: Any) -> Environments:
-        settings: dict[str, Any] = {"timeout_seconds": 30.0, "num_awaiting": 2, **options}
-        pool = RewardPool(num_workers=0, queue_limit=64, **settings)
-        functions = {"mine": AgentFunctions(agent, pool, model="demo")}
-        environments = Environments({"mine": 1}, (PROBLEM,), functions, pool)
-        return self._stack.enter_context(closing(environments))
-
-    def sample(
-        self,
-        agent: str,
-        count: int = 2,
-        *,
-        between_steps: Callable[[], None] = lambda: None,
-        **options: Any,
-    ) -> list[Rollout]:
-        """The rollouts of a group of agents. Raises what their scores raise."""
-        name = agent if " " in agent else f"agent_functions:{agent}"
-        environments = self.environments(name, **options)
-        group = self.sampler.start(PROBLEM, count, SAMPLING, replies=environments)
-        self.complete(group, between_steps)
-        scores = environments.score(PROBLEM, group.completions).result()
-        return [
-            rollout_of(*each)
-            for each in zip(group.completions, *zip(*scores, strict=True), strict=True)
-        ]
-
-    def complete(
-        self, group: RequestGroup, between_steps: Callable[[], None] = lambda: None
-    ) -> None:
-        while group not in self.sampler.advance():
-            between_steps()
-
-    def text(self, rollout: Rollout) -> str:
-        return models.text_of(self.tokenizer, rollout.token_ids)
 
 
 @pytest.fixture
