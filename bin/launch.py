@@ -25,10 +25,10 @@ def launch(entry_point, die_on_interrupt=False):
     python = os.path.join(environment, "bin", "python")
     if os.path.exists(python) and os.path.realpath(sys.prefix) != os.path.realpath(environment):
         os.execv(python, [python] + sys.argv)  # noqa: RUF005
-    if sys.version_info < (3, 10):  # noqa: UP036  (an old Python runs this line)
+    if sys.version_info < (3, 11):  # noqa: UP036  (an old Python runs this line)
         name = os.path.basename(sys.argv[0])
         sys.exit(
-            "bin/%s: error: %s is older than Python 3.10; use a newer one" % (name, sys.executable)  # noqa: UP031
+            "bin/%s: error: %s is older than Python 3.11; use a newer one" % (name, sys.executable)  # noqa: UP031
         )
     for file in os.listdir(REPO):
         if file.endswith(".py") and file[:-3] in sys.stdlib_module_names:

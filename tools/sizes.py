@@ -13,13 +13,9 @@ import io
 import re
 import sys
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 REPO = Path(__file__).parents[1]
 PACKAGE = "peralta_zmq"

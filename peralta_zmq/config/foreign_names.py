@@ -6,17 +6,12 @@ settings and sections of this one, and what replaces settings that this one had.
 
 from __future__ import annotations
 
-import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias, cast
 
 from peralta_zmq.errors import did_you_mean, nearest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Known: TypeAlias = Mapping[str, Mapping[str, object]]  # existing settings: section -> leaf -> type
 

@@ -42,7 +42,7 @@ class Host(Section):
     dir: Text | None = None
     """folder for a copy of the project; None = ~/peralta_zmq, or no copy if ssh is None"""
     python: Text = "python3"
-    """Python 3.10 or later with which .venv is created on the host"""
+    """Python 3.11 or later with which .venv is created on the host"""
     role: Literal["trainer", "generator"] = "generator"
     """trainer = this host runs the trainer; exactly one host has this role"""
     count: NonNegativeInt | None = None

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import takewhile
@@ -23,11 +24,6 @@ from statistics import fmean
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 from peralta_zmq.atomic_files import replace_file
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Row: TypeAlias = dict[str, object]
 Content = TypeVar("Content")

@@ -239,9 +239,9 @@ def _probe_problem(host: Host, result: Result) -> str | None:
         )
     version = facts["python"]  # or the error of a command that does not run
     is_version = re.fullmatch(r"\d+\.\d+\.\d+", version) is not None
-    if not is_version or tuple(map(int, version.split("."))) < (3, 10):
+    if not is_version or tuple(map(int, version.split("."))) < (3, 11):
         return (
-            f"{host.python} does not run Python 3.10 or later ({version}); "
+            f"{host.python} does not run Python 3.11 or later ({version}); "
             "set python = to a newer Python, or install one"
         )
     if host.folder is None:

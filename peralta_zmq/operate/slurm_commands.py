@@ -140,7 +140,7 @@ def job_script(settings: Slurm, config: Config, *worker: str) -> str:
     lines = [
         "#!/bin/bash",
         f"cd {shlex.quote(str(Path.cwd()))} || exit",
-        "export PYTHONSAFEPATH=1",  # a random.py there hides no module; since Python 3.11
+        "export PYTHONSAFEPATH=1",  # a random.py there hides no module
         # A first State before `setup`: it shows that the run folder is shared.
         f"""printf '{{"job": "%s", "node": "%s"}}' "{job}" "$SLURMD_NODENAME" > {state}""",
         # The script runs on the first node, which has the trainer's rank 0.

@@ -44,6 +44,7 @@ from peralta_zmq.rollout import (
 from peralta_zmq.serving.chats import MAX_WAITING
 
 SESSION_MODEL = "session:"  # and its key: the model, for a client whose address is fixed
+END_OF_REASONING = "</think>"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
 # Fields without an effect on completions, and fields that must have one of the values here. A field
 # of a message may have those values, too.
@@ -137,6 +138,7 @@ class _Message(_Fields):
     content: Annotated[str, Field(default=None, validate_default=True)]
     name: str = ""
     tool_call_id: str = ""
+    reasoning_content: str = ""
     tool_calls: list[_ToolCall] = []
 
     @field_validator("content", mode="before")
@@ -225,16 +227,20 @@ class ChatRequest:
     tools: str = ""  # JSON; empty without tools
 
     def reply(self, completion: Completion) -> Message:
-        """The assistant's message; calls that cannot be parsed are text."""
-        message = assistant_message(completion.text) if self.tools else None
+        """The assistant's message; calls that cannot be parsed are text, as all of a stream is."""
+        reasoning, end, content = completion.text.partition(END_OF_REASONING)
+        if self.stream or not end:
+            reasoning = ""
+            content = completion.text
+        message = assistant_message(content, json.loads(self.tools)) if self.tools else None
         if message is None or any(call.error for call in message.tool_calls):
-            return Message("assistant", completion.text)
-        return message
+            message = Message("assistant", content.strip() if reasoning else content)
+        return replace(message, reasoning=reasoning.removeprefix("<think>").strip())
 
     def record(self, chat: ChatCompletion, completion: Completion) -> None:
         if chat.session is not None:
             messages = (*self.messages, self.reply(completion))
-            chat.session.turns.append(Turn(completion, chat.previous, messages, self.tools))
+            chat.session.record(Turn(completion, chat.previous, messages, self.tools))
 
 
 def parse_request(
@@ -321,6 +327,7 @@ def _messages(rows: Sequence[_Message]) -> list[Message]:
                 row.content,
                 row.name or names.get(row.tool_call_id, ""),
                 tuple(call.function.call for call in row.tool_calls),
+                row.reasoning_content,
             )
         )
     return messages
@@ -404,11 +411,15 @@ def parse_token_request(
 def token_reply(chat: ChatCompletion, completion: Completion) -> dict[str, Any]:
     """The reply to a request with token ids, in the form of vLLM's /inference/v1/generate."""
     assert chat.session is not None
-    chat.session.turns.append(Turn(completion, chat.previous))
-    content = [{"logprob": logprob} for logprob in completion.logprobs.tolist()]
+    chat.session.record(Turn(completion, chat.previous))
+    ids = completion.token_ids.tolist()
+    content = [
+        {"token": f"token_id:{token_id}", "logprob": logprob}
+        for token_id, logprob in zip(ids, completion.logprobs.tolist(), strict=True)
+    ]
     choice = {
         "index": 0,
-        "token_ids": completion.token_ids.tolist(),
+        "token_ids": ids,
         "logprobs": {"content": content},
         "finish_reason": completion.finish_reason,
     }
@@ -475,6 +486,8 @@ class Replies:
             reply = self._request.reply(completion)
             message: dict[str, Any] = {"role": "assistant", "content": reply.content}
             message["refusal"] = None
+            if reply.reasoning:
+                message["reasoning_content"] = reply.reasoning
             if reply.tool_calls:
                 message["tool_calls"] = _calls(reply)
             choices.append({

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomli
 from config_files import load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from peralta_zmq.errors import ConfigError
 @example('\x7f \n " \\ \U0001f600')
 def test_toml_text_preserves_any_text(text: str) -> None:
     config = Config.model_validate({"data": {"system_prompt": f">{text}"}})
-    assert tomli.loads(toml_text(config))["data"]["system_prompt"] == f">{text}"
+    assert tomllib.loads(toml_text(config))["data"]["system_prompt"] == f">{text}"
 
 
 def test_toml_text_preserves_tables(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_write_resolved_has_every_setting(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     write_resolved(Config(), folder)
     assert [path.name for path in folder.iterdir()] == ["config.toml"]
-    written = tomli.loads((folder / "config.toml").read_text())
+    written = tomllib.loads((folder / "config.toml").read_text())
     known = {section: set(leaves) - {"env"} for section, leaves in known_fields().items()}
     known["loss"] = set()  # the defaults of a named loss are not written
     assert {section: set(leaves) for section, leaves in written.items()} == known

@@ -271,6 +271,13 @@ def test_tools_of_a_taskset_are_called(episodes: Episodes) -> None:
         assert "error: unknown tool 'divide'" in text
 
 
+def test_training_client_of_the_library_samples_token_ids(stack: ExitStack) -> None:
+    rollouts, scores = Scene(stack).scored("training_client_agent:run", timeout_seconds=100.0)
+    for rollout, score in zip(rollouts, scores, strict=True):
+        assert score.rewards == {"tokens": rollout.loss_mask.sum()}
+        assert score.reward == pytest.approx(rollout.logprobs.sum(), rel=1e-5)  # float32
+
+
 @pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
 def test_harness_that_is_a_program_of_its_own(episodes: Episodes) -> None:
     options = {"agent": {"harness": {"id": "null"}}}

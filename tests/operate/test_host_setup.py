@@ -191,9 +191,9 @@ def test_host_gets_only_the_keys_it_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
-    ({"python": "3.8.18"}, "python3.11 does not run Python 3.10 or later (3.8.18); set python ="),
+    ({"python": "3.8.18"}, "python3.11 does not run Python 3.11 or later (3.8.18); set python ="),
     ({"python": "sh: python3.11: not found"},
-     "python3.11 does not run Python 3.10 or later (sh: python3.11: not found); set python = to"),
+     "python3.11 does not run Python 3.11 or later (sh: python3.11: not found); set python = to"),
     ({"rsync": ""}, "there is no rsync; install it there (apt install rsync, or brew install rsyn"),
     ({"make": ""}, "there is no make; install it there (apt install make, or xcode-select --insta"),
     ({"full": "yes"}, "~/peralta_zmq holds files that bin/lan did not put there; choose another"),

@@ -92,7 +92,6 @@ def test_jobs_have_the_resources_of_the_hosts_file(tmp_path: Path) -> None:
     assert "srun" not in run.scripts["generators"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs PYTHONSAFEPATH")
 def test_files_of_the_start_folder_hide_no_module_from_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
