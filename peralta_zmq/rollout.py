@@ -49,9 +49,9 @@ class Message:
     role: Role
     content: str
     name: str = ""  # the tool, if this is the result of a call
-    tool_calls: tuple[
-        ToolCall, ...
-    ] = ()  # calls in an assistant's message; not part of its content
+    # Calls in an assistant's message, and its reasoning; they are not part of its content.
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = field(default="", compare=False)  # agents may send messages back without it
 
 
 @dataclass(frozen=True, slots=True)

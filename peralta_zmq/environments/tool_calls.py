@@ -2,13 +2,12 @@
 
 A tool is a Python function with type hints and a docstring. Its schema, in the format of OpenAI's
 function calls, is rendered by the chat template. The model calls it, any number of times in a
-completion, in the format of Hermes and Qwen:
+completion, in one of these formats:
 
-    <tool_call>
-    {"name": "add", "arguments": {"a": 1, "b": 2}}
-    </tool_call>
-
-or in that of Llama 3, where the whole completion is {"name": "add", "parameters": {"a": 1}}.
+    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>             Hermes, Qwen 2 and 3
+    <tool_call><function=add><parameter=a>1</parameter></function></tool_call>            Qwen 3.5
+    <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>                     GLM
+    {"name": "add", "parameters": {"a": 1}}                        Llama 3, as the whole completion
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Union, cast
 
 from peralta_zmq.atomic_files import parse_json
@@ -30,6 +30,9 @@ TYPE_NAMES: dict[object, str] = {
     type(None): "null",
 }  # fmt: skip
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 FORMAT = '{"name": NAME, "arguments": {...}}'
 # "name: text" or "name (type): text" in the section "Args:" of a docstring
 ARGUMENT = re.compile(r"\s+\**(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
@@ -97,20 +100,27 @@ def _type_schema(hint: Any) -> dict[str, Any]:
 # Calls.
 
 
-def assistant_message(text: str) -> Message:
-    """The message of a completion, with the calls in its text as `tool_calls`."""
+def assistant_message(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> Message:
+    """The message of a completion, with the calls of tools in its text as `tool_calls`.
+
+    `schemas` tell which arguments are text, in formats without quotes.
+    """
     if calls := CALL.findall(text):
-        parsed = tuple(_parsed_call(call, closed=bool(end)) for call, end in calls)
+        parsed = tuple(_parsed_call(call, schemas, closed=bool(end)) for call, end in calls)
         return Message("assistant", CALL.sub("", text).strip(), tool_calls=parsed)
     stripped = text.strip().removeprefix("<|python_tag|>")  # special token of Llama 3.1
     if stripped.startswith("{") and '"parameters"' in stripped:
-        call = _parsed_call(stripped, closed=True)
+        call = _parsed_call(stripped, (), closed=True)
         if not call.error:
             return Message("assistant", "", tool_calls=(call,))
     return Message("assistant", text)
 
 
-def _parsed_call(text: str, *, closed: bool) -> ToolCall:
+def _parsed_call(text: str, schemas: Sequence[Mapping[str, Any]], *, closed: bool) -> ToolCall:
+    if function := FUNCTION.fullmatch(text):
+        return _call_of_texts(function[1], PARAMETER.findall(function[2]), schemas)
+    if pairs := PAIR.findall(text):
+        return _call_of_texts(text.partition("<arg_key>")[0].strip(), pairs, schemas)
     try:
         call = parse_json(text)
         json.dumps(call, ensure_ascii=False).encode()  # raises for an unpaired surrogate
@@ -126,3 +136,21 @@ def _parsed_call(text: str, *, closed: bool) -> ToolCall:
     return ToolCall(
         "", error=f"the tool call has no name or no object of arguments; write {FORMAT}"
     )
+
+
+def _call_of_texts(
+    name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mapping[str, Any]]
+) -> ToolCall:
+    """A call whose arguments are text: JSON, unless the schema of the tool says that it is text."""
+    functions: list[Any] = [schema.get("function") or {} for schema in schemas]
+    function = next((each for each in functions if each.get("name") == name), {})
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    arguments = dict[str, Any]()
+    for key, text in pairs:
+        arguments[key] = text
+        if (properties.get(key) or {}).get("type") != "string":
+            with suppress(ValueError):
+                value = parse_json(text)
+                json.dumps(value, ensure_ascii=False).encode()  # raises for an unpaired surrogate
+                arguments[key] = value
+    return ToolCall(name, arguments)

@@ -39,7 +39,7 @@ class Turns:
         """The call for the messages that follow a completion; None if the episode ends."""
         *earlier, last = messages
         if self.tools and not last.tool_calls:
-            last = assistant_message(last.content)
+            last = assistant_message(last.content, self.schemas)
         continued = (*earlier, last)
         if last.tool_calls:
             functions = tuple(self.tools.values())
@@ -116,7 +116,7 @@ class ReplyCall:
             except OSError as error:
                 return RewardError(
                     f"the tools of problem {self.problem.id} cannot be executed: {error}; free "
-                    "disk space in the folder for temporary files, or memory"
+                    "memory, or disk space in the folder for temporary files, if it is short"
                 )
         (reply,) = functions
         options = {"tool_seconds": self.tool_seconds} if self.tool_seconds else {}

@@ -136,6 +136,8 @@ def _to_dict(message: Message) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         fields["name"] = message.name
+    if message.reasoning:
+        fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
         fields["tool_calls"] = [
             {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}

@@ -99,6 +99,35 @@ def test_calls_in_a_completion_become_tool_calls() -> None:
         assert assistant_message(text) == Message("assistant", "", tool_calls=(call,))
 
 
+QWEN = (
+    "<tool_call>\n<function=repeat>\n<parameter=text>\n12\n</parameter>\n"
+    "<parameter=most>\n3\n</parameter>\n<parameter=other>\nsome <b>\ntext\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>repeat\n<arg_key>text</arg_key>\n<arg_value>12</arg_value>\n<arg_key>most</arg_key>"
+    "\n<arg_value>3</arg_value>\n<arg_key>other</arg_key>\n<arg_value>some <b>\ntext</arg_value>"
+    "\n</tool_call>"
+)
+
+
+def repeat(text: str, most: int) -> str:
+    "Repeat."
+    return text * most
+
+
+@pytest.mark.parametrize("text", [QWEN, GLM])
+def test_arguments_without_quotes_have_the_types_of_the_schema(text: str) -> None:
+    message = assistant_message(f"So:\n\n{text}", [schema_of(repeat)])
+    call = ToolCall("repeat", {"text": "12", "most": 3, "other": "some <b>\ntext"})
+    assert message == Message("assistant", "So:", tool_calls=(call,))
+    assert message.tool_calls[0].arguments == call.arguments
+    (untyped,) = assistant_message(text).tool_calls
+    assert untyped.arguments["text"] == 12
+    (surrogate,) = assistant_message(text.replace("some", '"\\ud800"')).tool_calls
+    assert "\\ud800" in surrogate.arguments["other"]
+
+
 @pytest.mark.parametrize("text", ["1 + 2", '{"name": "add"}', '{"parameters": 1}', ""])
 def test_completion_without_calls_keeps_its_text(text: str) -> None:
     assert assistant_message(text) == Message("assistant", text)
