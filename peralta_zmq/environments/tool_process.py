@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from peralta_zmq.environments.code_tool import python, run_in_container
 from peralta_zmq.rollout import Message, ToolCall
 from peralta_zmq.signatures import call_error
 
@@ -46,6 +47,12 @@ def adopt_orphans() -> None:
     """
     if sys.platform == "linux" and os.getuid() == 0:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def continue_after_parent() -> None:
+    """Continue, if stopped, when the parent dies, so that this process can end. On Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGCONT, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def tool_messages(
@@ -77,6 +84,10 @@ def _result(call: ToolCall, tools: Mapping[str, Callable[..., Any]], deadline: f
         return f"error: there is no tool {call.name!r:.80}; choose one of {', '.join(tools)}"
     if error := call_error(tools[call.name], **call.arguments):
         return f"error: {call.name}: {error}"
+    if tools[call.name] is python:
+        text = run_in_container(**call.arguments, deadline=deadline)
+        if text is not None:
+            return _shortened(text)
     return _execute(tools[call.name], call.arguments, deadline)
 
 
