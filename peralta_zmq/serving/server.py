@@ -198,9 +198,6 @@ class ChatServer:
         session = self._sessions.find(key)
         if session is None or session.is_closed:
             raise ApiError("the session has ended, or never began", status=404, code="no_session")
-        run = self._sessions.find_run(key)
-        if run is not None and run.score.done():
-            raise ApiError("the session has ended", status=404, code="no_session")
         return session
 
     def _check_turns(self, chats: Sequence[ChatCompletion]) -> None:

@@ -6,7 +6,8 @@ import json
 import sys
 import threading
 import urllib.request
-from contextlib import ExitStack
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 from urllib.error import HTTPError
@@ -19,9 +20,12 @@ from engine_data import assert_exact_logprobs, trainer_logprobs
 
 from peralta_zmq import models
 from peralta_zmq.engines import RequestGroup
+from peralta_zmq.engines.sessions import AgentRun, Turn
+from peralta_zmq.environments.agents import LocalAgents
+from peralta_zmq.environments.reward_pool import RewardPool
 from peralta_zmq.errors import RewardError
 from peralta_zmq.registry import WeightUpdate
-from peralta_zmq.rollout import rollout_of
+from peralta_zmq.rollout import Completion, Score, rollout_of
 
 COMMAND = f"{sys.executable} -c 'import json, sys; print(len(json.load(sys.stdin)[\"answer\"]))'"
 
@@ -230,7 +234,56 @@ def test_sessions_of_clients_with_one_name_are_a_group(client: Client) -> None:
         assert client.post(f"{path}/end", {}) == {"turns": 1, "branches": 1}
     assert client.errors() == [None, None]
     assert [each.score.reward for each in client.ended[0].completions if each.score] == [0, 1]
-    assert client.chat(sessions[0]) == 404
+
+
+def test_turn_after_the_reward_is_refused(client: Client) -> None:
+    first, _ = client.open(), client.open()
+    client.post(f"/rl/sessions/{first['id']}/reward", {"reward": 1})
+    client.post(f"/rl/sessions/{first['id']}/end", {})
+    assert client.chat(first) == 404
+    assert not client.ended  # the other session of the group is open
+
+
+def test_turn_that_ends_after_the_reward_is_not_trained(scene: Scene) -> None:
+    session = scene.sessions.open(SAMPLING)
+    run = AgentRun(session, Future())
+    (rollout,) = scene.sample("two_turns", count=1)
+    run.score.set_result(Score(1.0))
+    ids = rollout.token_ids
+    session.record(Turn(Completion(0, ids, ids, rollout.logprobs, ids, "stop", ""), None))
+    assert session.completions() == []
+
+
+def test_model_names_the_session_at_the_common_address(client: Client) -> None:
+    session = client.open()
+    body = {"messages": [{"role": "user", "content": "add 1 to 2."}]}
+    assert client.post("/v1/chat/completions", {**body, "model": "session:nobody"}) == 404
+    assert client.post("/v1/chat/completions", {**body, "model": f"session:{session['id']}"})
+    path = f"/rl/sessions/{session['id']}"
+    client.post(f"{path}/reward", {"reward": 1})
+    assert client.post(f"{path}/end", {}) == {"turns": 1, "branches": 1}
+
+
+def test_reasoning_is_apart_from_the_content_and_is_trained(stack: ExitStack) -> None:
+    scene = Scene(stack, ["<think>\nhm\n</think>\n\n14", "15"])
+    (rollout,) = scene.sample("two_turns", count=1)  # sends the content back, without reasoning
+    assert rollout.num_turns == 2
+    sampled = models.text_of(scene.tokenizer, rollout.token_ids[rollout.loss_mask])
+    assert sampled == "<think>\nhm\n</think>\n\n14<|im_end|>15<|im_end|>"
+
+
+def test_process_with_a_hung_function_is_replaced() -> None:
+    pool = RewardPool(num_workers=0, timeout_seconds=2.0, queue_limit=4)
+
+    def run(name: str) -> float:
+        agents = LocalAgents(f"agent_functions:{name}", pool, model="demo", max_turns=1)
+        return agents.run(PROBLEM, base_url="", api_key="").result().reward
+
+    with closing(pool):
+        before = run("process")
+        with pytest.raises(RewardError, match="took longer than 2 s"):
+            run("hanging")
+        assert run("process") != before
 
 
 @pytest.mark.parametrize("reward", [float("nan"), 1e9, "1", [1], None, {"a": "b"}])
