@@ -188,7 +188,7 @@ def check_prompts(
         if usable:
             detail = f"{name}: {len(usable)} prompts of at most {longest} tokens"
             findings.append(Finding("prompts", detail))
-            has_turns = environments.functions[env.label].has_turns
+            has_turns = environments.has_turns(usable[0])
             findings += _check_template(name, usable, reader.tokenizer, has_turns=has_turns)
         for what, found in faults.items():
             worst = max((fault for _, fault in found), key=lambda fault: fault.num_tokens)

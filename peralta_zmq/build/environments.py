@@ -16,8 +16,9 @@ from peralta_zmq.addresses import host_and_port, read_private_token
 from peralta_zmq.config import Config
 from peralta_zmq.config.training_sections import EnvSection
 from peralta_zmq.environments import rows_task
-from peralta_zmq.environments.agents import AgentFunctions, AgentTask
+from peralta_zmq.environments.agents import AgentTask, LocalAgents
 from peralta_zmq.environments.dataset import (
+    Agents,
     Environments,
     Functions,
     labeled_problem,
@@ -57,6 +58,7 @@ def open_environments(
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
     functions: dict[str, Functions] = {}
+    agents: dict[str, Agents] = {}
     pool = make_reward_pool(config, is_verifier=local)
     for env in sections:
         is_remote = env.address is not None and not local
@@ -77,7 +79,7 @@ def open_environments(
         elif isinstance(source, AgentTask):
             if local:
                 raise ConfigError(f"{env.task_name}: an agent runs beside a generator only")
-            functions[env.label] = AgentFunctions(
+            agents[env.label] = LocalAgents(
                 source.agent,
                 make_agent_pool(config),
                 model=config.run.name,
@@ -92,10 +94,11 @@ def open_environments(
             functions[env.label] = LocalFunctions(rewards, pool, turns)
             # A verifier has labeled its problems.
             loaded = [labeled_problem(problem, env.label) for problem in loaded]
-        variables = _template_variables(env, functions[env.label].schemas)
+        schemas = functions[env.label].schemas if env.label in functions else ()
+        variables = _template_variables(env, schemas)
         problems += [replace(problem, chat_template_kwargs=variables) for problem in loaded]
         sizes[env.label] = len(loaded)
-    return Environments(sizes, tuple(problems), functions, pool)
+    return Environments(sizes, tuple(problems), functions, pool, agents)
 
 
 def _template_variables(env: EnvSection, schemas: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

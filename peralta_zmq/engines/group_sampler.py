@@ -269,12 +269,13 @@ class Sampler:
     def _receive_requests(self) -> None:
         """Queue the requests of agents, and end those whose clients have gone."""
         for asked in self._sessions.take():
+            assert asked.session is not None
+            if asked.session.is_closed:
+                asked.fail("the session has ended")
+                continue
             group = next((each for each in self._groups if _has_session(each, asked.session)), None)
             if group is None:
-                assert asked.session is not None
-                if asked.session.is_closed:
-                    asked.fail("the session has ended")
-                elif not asked.is_cancelled:  # its group was not started yet
+                if not asked.is_cancelled:  # its group was not started yet
                     self._sessions.submit(asked)
                 continue
             request = Request(

@@ -76,6 +76,15 @@ class Session:
         self.num_open = 0  # completions that were requested and have not ended
         self.is_closed = False
 
+    def close(self) -> None:
+        """Refuse further requests, and drop the turns of those that have not ended."""
+        self.is_closed = True
+
+    def record(self, turn: Turn) -> None:
+        """Add a turn, unless the session is closed: its agent has given its reward."""
+        if not self.is_closed:
+            self.turns.append(turn)
+
     @property
     def num_branches(self) -> int:
         """Number of turns that no other one continues."""
@@ -174,6 +183,9 @@ class AgentRun:
     score: Future[Score]
     deadline: float = math.inf  # monotonic seconds; the score is then missing
     given: Score | None = None  # by a client, until it ends the session
+
+    def __post_init__(self) -> None:
+        self.score.add_done_callback(lambda _: self.session.close())
 
     def end_late(self) -> bool:
         """Fail after the deadline; returns whether it has passed."""
@@ -279,7 +291,7 @@ class Sessions:
 
     def close(self, session: Session) -> None:
         """Refuse further requests of the session."""
-        session.is_closed = True
+        session.close()
         self._sessions.pop(session.key, None)
         self._runs.pop(session.key, None)
 

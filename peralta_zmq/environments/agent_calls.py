@@ -95,12 +95,18 @@ async def run_command(command: str, available: Mapping[str, Any]) -> float:
         env={**os.environ, **address},
         start_new_session=True,
     )
+    assert process.stdin is not None and process.stdout is not None
+    output = b""
     try:
-        output, _ = await process.communicate(json.dumps(content).encode())
+        process.stdin.write(json.dumps(content).encode())
+        process.stdin.close()  # when all is written
+        while part := await process.stdout.read(OUTPUT_BYTES):
+            output = (output + part)[-OUTPUT_BYTES:]
+        await process.wait()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    lines = output[-OUTPUT_BYTES:].decode("utf-8", "replace").strip().splitlines()
+    lines = output.decode("utf-8", "replace").strip().splitlines()
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}")
     try:

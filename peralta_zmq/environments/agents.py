@@ -15,17 +15,15 @@ it prints is the reward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
 
 from peralta_zmq.environments import rows_task
 from peralta_zmq.environments.agent_calls import FUNCTION, AgentCall
 from peralta_zmq.environments.reward_pool import RewardPool
-from peralta_zmq.environments.turns import Reply
 from peralta_zmq.errors import ConfigError, described
 from peralta_zmq.imports import import_object
-from peralta_zmq.rollout import Message, Problem, Score
+from peralta_zmq.rollout import Problem, Score
 
 
 class AgentTask:
@@ -48,12 +46,8 @@ class AgentTask:
             self.problems = getattr(module, "problems", self.problems)
 
 
-class AgentFunctions:
-    """The agent of an environment; implements dataset.Functions without scores and replies."""
-
-    has_turns = False
-    has_agent = True
-    schemas: Sequence[Mapping[str, Any]] = ()
+class LocalAgents:
+    """The agents of an environment, in a pool of their own; implements dataset.Agents."""
 
     def __init__(self, agent: str, pool: RewardPool, *, model: str, max_turns: int) -> None:
         self._agent = agent
@@ -62,28 +56,12 @@ class AgentFunctions:
         self._max_turns = max_turns
 
     @property
-    def identity(self) -> str:
-        return self._agent
-
-    @property
     def has_room(self) -> bool:
         return self._pool.has_room(is_async=True)
 
-    def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
+    def run(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
         call = AgentCall(self._agent, problem, base_url, api_key, self._model, self._max_turns)
         return self._pool.submit([call], lambda results: results[0])
-
-    def score(
-        self,
-        problem: Problem,
-        texts: Sequence[str],
-        token_ids: Sequence[Sequence[int]],
-        messages: Sequence[Sequence[Message]] = (),
-    ) -> Future[list[Score]]:
-        raise NotImplementedError("the agent gives the reward")
-
-    def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
-        raise NotImplementedError("the agent asks for the turns")
 
     def close(self) -> None:
         self._pool.close()

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import length_hint
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
@@ -63,10 +63,16 @@ class Functions(Protocol):
         """The messages that follow a completion, the last of `messages`; None ends the episode."""
         ...
 
-    @property
-    def has_agent(self) -> bool: ...
+    def close(self) -> None: ...
 
-    def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
+
+class Agents(Protocol):
+    """The agents of an environment, which give rewards and ask for turns themselves."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def run(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
         """Run an agent, which sends its requests to an OpenAI-compatible address."""
         ...
 
@@ -81,10 +87,11 @@ class Environments:
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
     functions: Mapping[str, Functions]  # by label, which is the `task` of its problems
     pool: RewardPool  # of the functions on this machine
+    agents: Mapping[str, Agents] = field(default_factory=dict[str, Agents])  # by label, as those
 
     @property
     def has_room(self) -> bool:
-        return all(functions.has_room for functions in self.functions.values())
+        return all(each.has_room for each in (*self.functions.values(), *self.agents.values()))
 
     def score(self, problem: Problem, completions: Sequence[Completion]) -> Future[list[Score]]:
         known: Future[list[Score]] = Future()
@@ -107,20 +114,21 @@ class Environments:
         return score.reward
 
     def has_turns(self, problem: Problem) -> bool:
-        return self.functions[problem.task].has_turns
+        functions = self.functions.get(problem.task)  # None: it has an agent
+        return functions is not None and functions.has_turns
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
         return self.functions[problem.task].reply(problem, messages)
 
     def has_agent(self, problem: Problem) -> bool:
-        return self.functions[problem.task].has_agent
+        return problem.task in self.agents
 
     def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
-        return self.functions[problem.task].run_agent(problem, base_url=base_url, api_key=api_key)
+        return self.agents[problem.task].run(problem, base_url=base_url, api_key=api_key)
 
     def close(self) -> None:
-        for functions in self.functions.values():
-            functions.close()
+        for each in (*self.functions.values(), *self.agents.values()):
+            each.close()
 
     @property
     def digest(self) -> bytes:

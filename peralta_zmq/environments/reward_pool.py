@@ -191,6 +191,10 @@ class _Worker:
         reports_timeout = self._awaits or call.reports_timeout
         seconds = self._timeout + self._grace if reports_timeout else self._timeout
         result = await self._exchange(call, seconds)
+        if isinstance(result, str) and result.startswith(reward_worker.TOOK_LONGER):
+            self._has_hung = True  # perhaps in a thread, which nothing can end
+        if self._has_hung and not self._replies:
+            self.stop()
         _check_ended(" or ".join(call.names), result)
         return call.result_of(cast(Any, result))
 
@@ -207,6 +211,7 @@ class _Worker:
                 start_new_session=True,
             )
         self._loaded = set[str]()
+        self._has_hung = False  # a call in it
         self._replies = dict[int, asyncio.Future[object]]()
         self._reading = asyncio.ensure_future(self._read_replies(reader, self._process))
 
@@ -221,8 +226,8 @@ class _Worker:
         self._writer.write(frame)
         try:
             return await asyncio.wait_for(reply, timeout_seconds)
-        except asyncio.TimeoutError:
-            reason = f"took longer than {timeout_seconds:g} s"
+        except TimeoutError:
+            reason = f"{reward_worker.TOOK_LONGER} {timeout_seconds:g} s"
             self.stop(f"{ENDED}, because another call {reason}")
             return reason
 
@@ -286,13 +291,6 @@ class LocalFunctions:
     @property
     def has_turns(self) -> bool:
         return self._turns is not None
-
-    @property
-    def has_agent(self) -> bool:
-        return False
-
-    def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
-        raise NotImplementedError
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:

@@ -20,7 +20,12 @@ from typing import Any, TypeAlias
 
 from peralta_zmq.environments.agent_calls import AgentCall
 from peralta_zmq.environments.reward_functions import RewardCall, async_outcome, outcome
-from peralta_zmq.environments.tool_process import adopt_orphans, delete_folders, kill_descendants
+from peralta_zmq.environments.tool_process import (
+    adopt_orphans,
+    continue_after_parent,
+    delete_folders,
+    kill_descendants,
+)
 from peralta_zmq.environments.turns import ReplyCall
 from peralta_zmq.errors import described, prepare_streams
 from peralta_zmq.imports import import_object
@@ -28,6 +33,7 @@ from peralta_zmq.imports import import_object
 WorkerCall: TypeAlias = "RewardCall | ReplyCall | AgentCall"
 
 READY = "ready"  # reply to the name of a function that was imported
+TOOK_LONGER = "took longer than"  # start of the reply to a call that exceeds its time
 
 
 def frame_of(number: int, content: object) -> bytes:
@@ -79,8 +85,8 @@ async def _serve_async(connection: socket.socket, timeout_seconds: float) -> Non
             call = async_outcome(content, *(_functions[name] for name in content.names))
             try:
                 result = await asyncio.wait_for(call, timeout_seconds)
-            except asyncio.TimeoutError:
-                result = f"took longer than {timeout_seconds:g} s"
+            except TimeoutError:
+                result = f"{TOOK_LONGER} {timeout_seconds:g} s"
         writer.write(frame_of(number, result))
 
     with suppress(EOFError, OSError):
@@ -102,6 +108,7 @@ def _exit_with_parent() -> None:
 def main(descriptor: str, timeout_seconds: str = "") -> None:
     """Serve calls. `timeout_seconds` is given for coroutine functions only."""
     prepare_streams()  # a reward function may print any text
+    continue_after_parent()
     os.nice(10)  # rewards are computed in the CPU time that the sampling engine leaves
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     connection = socket.socket(fileno=int(descriptor))

@@ -195,13 +195,6 @@ class RemoteEnvironment:
         )
         return self._send("/score", request, parse, num_calls=len(texts))
 
-    @property
-    def has_agent(self) -> bool:
-        return False
-
-    def run_agent(self, problem: Problem, *, base_url: str, api_key: str) -> Future[Score]:
-        raise NotImplementedError
-
     def reply(self, problem: Problem, messages: Sequence[Message]) -> Future[Reply]:
         def parse(content: bytes) -> Reply:
             reply = ReplyResponse.model_validate_json(content, strict=True).messages

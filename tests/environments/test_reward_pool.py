@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -281,13 +282,19 @@ pool.close()
 """
 
 
-@pytest.mark.parametrize("name", ["reward", "judge"])
-def test_worker_ends_with_its_parent(task: ModuleType, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "is_stopped"), [
+    ("reward", False), ("judge", False), ("reward", True),
+])  # fmt: skip
+def test_worker_ends_with_its_parent(
+    task: ModuleType, tmp_path: Path, name: str, is_stopped: bool
+) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     command = [sys.executable, "-c", SCORING, f"failing_task:{name}", "hang"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as parent:
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         assert not has_ended(pid_of(task))
+        if is_stopped:  # as the pool does before it ends a worker
+            os.kill(pid_of(task), signal.SIGSTOP)
         parent.kill()
         assert parent.communicate()[1] == b""  # both have ended
     until(lambda: has_ended(pid_of(task)))

@@ -119,5 +119,9 @@ def hanging(problem: Problem) -> float:
     return 1.0
 
 
+def process() -> float:
+    return float(os.getpid())
+
+
 def not_a_number(problem: Problem) -> float:
     return float("nan")

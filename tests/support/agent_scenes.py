@@ -11,7 +11,7 @@ import numpy as np
 from peralta_zmq import models
 from peralta_zmq.engines import RequestGroup, Sampler
 from peralta_zmq.engines.native.native_engine import open as open_engine
-from peralta_zmq.environments.agents import AgentFunctions
+from peralta_zmq.environments.agents import LocalAgents
 from peralta_zmq.environments.dataset import Environments
 from peralta_zmq.environments.reward_pool import RewardPool
 from peralta_zmq.registry import EngineSettings, WeightUpdate
@@ -98,8 +98,8 @@ class Scene:
     ) -> Environments:
         settings: dict[str, Any] = {"timeout_seconds": 30.0, "num_awaiting": 2, **options}
         pool = RewardPool(num_workers=0, queue_limit=64, **settings)
-        functions = AgentFunctions(agent, pool, model="demo", max_turns=max_turns)
-        environments = Environments({problem.task: 1}, (problem,), {problem.task: functions}, pool)
+        agents = {problem.task: LocalAgents(agent, pool, model="demo", max_turns=max_turns)}
+        environments = Environments({problem.task: 1}, (problem,), {}, pool, agents)
         return self._stack.enter_context(closing(environments))
 
     def sample(
