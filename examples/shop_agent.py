@@ -31,7 +31,7 @@ EXAMPLE = (
 
 
 def price(item: str) -> str:
-    return str(PRICES.get(item, "unknown item"))
+    return str(PRICES.get(item.lower().removesuffix("s"), "unknown item"))
 
 
 def multiply(first: str, second: str) -> str:

@@ -154,8 +154,10 @@ class _Workers:
 
     async def call(self, call: WorkerCall) -> Any:
         worker = await self._idle.get()
-        # A cancelled call still occupies its worker until it ends.
-        return await asyncio.shield(asyncio.ensure_future(self._call(worker, call)))
+        # A cancelled call still occupies its worker until it ends, and nobody reads its error.
+        running = asyncio.ensure_future(self._call(worker, call))
+        running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return await asyncio.shield(running)
 
     async def _call(self, worker: _Worker, call: WorkerCall) -> Any:
         self._num_running += call.num_completions

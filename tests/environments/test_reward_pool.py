@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -250,6 +251,19 @@ def test_coroutine_function_that_blocks_its_loop_ends_all_calls(
         messages = [str(future.exception()) for future in futures]
         assert all("took longer than 1.1 s" in message for message in messages)
         assert reward(source, "anything") == 1.0
+
+
+def test_error_of_a_cancelled_call_is_not_logged(
+    task: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(pool_of(timeout_seconds=1)) as pool:
+        source = rewards_by(task.reward, pool)
+        future = score(source, ["hang"])
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        future.cancel()
+        assert reward(source, "anything") == 1.0  # in the same worker, after the timeout
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_close_cancels_calls_and_ends_their_process(task: ModuleType) -> None:
