@@ -144,6 +144,7 @@ class _Lengths(NamedTuple):
                 if split == "train":
                     num_trained = max(1, len(environments.problems))
                 problems += environments.problems
+                has_turns |= bool(environments.agents)
                 has_turns |= any(each.has_turns for each in environments.functions.values())
         problems.sort(key=_prompt_characters)
         # Much longer: over four times as long as 95 % of the prompts.

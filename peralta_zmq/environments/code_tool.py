@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import os
 import select
 import shutil
@@ -22,6 +23,7 @@ LIMITS = (
     *("--memory=512m", "--memory-swap=512m", "--pids-limit=64", "--cap-drop=all"),
     *("--security-opt=no-new-privileges", "--user=65534:65534", "--log-driver=none"),
     *("--ulimit=nofile=256:256", "--ulimit=nproc=1024:1024"),
+    *("--http-proxy=false", "--read-only-tmpfs=false"),
 )
 MAX_OUTPUT = 1 << 20  # bytes; a program that prints more is ended
 
@@ -50,12 +52,15 @@ def run_in_container(code: str, *, deadline: float) -> str | None:
     if shutil.which("podman") is None:
         return None
     check_podman()
+    seconds = math.ceil(deadline - time.monotonic())
+    if seconds <= 0:
+        raise TimeoutError
     name = f"peralta-{os.urandom(8).hex()}"
     output = b""
     with tempfile.TemporaryFile() as file:
         file.write(code.encode())
         file.seek(0)
-        command = [*_command(f"--name={name}", "--interactive"), "-"]
+        command = [*_command(f"--name={name}", f"--timeout={seconds + 1}", "--interactive"), "-"]
         with subprocess.Popen(
             command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:

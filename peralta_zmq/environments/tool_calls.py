@@ -142,9 +142,9 @@ def _call_of_texts(
     name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mapping[str, Any]]
 ) -> ToolCall:
     """A call whose arguments are text: JSON, unless the schema of the tool says that it is text."""
-    functions: list[Any] = [schema.get("function") or {} for schema in schemas]
-    function = next((each for each in functions if each.get("name") == name), {})
-    properties = (function.get("parameters") or {}).get("properties") or {}
+    functions: list[Any] = [schema.get("function") for schema in schemas]
+    function = next((f for f in functions if isinstance(f, dict) and f.get("name") == name), {})
+    properties: Any = (function.get("parameters") or {}).get("properties") or {}
     arguments = dict[str, Any]()
     for key, text in pairs:
         arguments[key] = text

@@ -84,8 +84,9 @@ def _result(call: ToolCall, tools: Mapping[str, Callable[..., Any]], deadline: f
         return f"error: there is no tool {call.name!r:.80}; choose one of {', '.join(tools)}"
     if error := call_error(tools[call.name], **call.arguments):
         return f"error: {call.name}: {error}"
-    if tools[call.name] is python:
-        text = run_in_container(**call.arguments, deadline=deadline)
+    code = call.arguments.get("code")
+    if tools[call.name] is python and isinstance(code, str):
+        text = run_in_container(code, deadline=deadline)
         if text is not None:
             return _shortened(text)
     return _execute(tools[call.name], call.arguments, deadline)

@@ -232,9 +232,11 @@ class ChatRequest:
         if self.stream or not end:
             reasoning = ""
             content = completion.text
+        if reasoning:
+            content = content.strip()
         message = assistant_message(content, json.loads(self.tools)) if self.tools else None
         if message is None or any(call.error for call in message.tool_calls):
-            message = Message("assistant", content.strip() if reasoning else content)
+            message = Message("assistant", content)
         return replace(message, reasoning=reasoning.removeprefix("<think>").strip())
 
     def record(self, chat: ChatCompletion, completion: Completion) -> None:
