@@ -62,7 +62,11 @@ def run_in_container(code: str, *, deadline: float) -> str | None:
         file.seek(0)
         command = [*_command(f"--name={name}", f"--timeout={seconds + 1}", "--interactive"), "-"]
         with subprocess.Popen(
-            command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=tempfile.gettempdir(),  # podman may leave a file `oom` there
         ) as process:
             assert process.stdout is not None
             reader = process.stdout.fileno()
