@@ -1,7 +1,7 @@
 """A harness of the library verifiers that chats in the process of the environment.
 
-It does what the library's harness `null` does in a process of its own, whose start takes more than
-a second of processor time in each turn: the conversation, with calls of the tools of the task.
+The library's harness `null` chats in a process of its own, whose start takes more than a second of
+processor time in each turn. This one has the conversation and the calls of tools only.
 """
 
 from __future__ import annotations
