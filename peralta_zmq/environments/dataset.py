@@ -87,7 +87,7 @@ class Environments:
     problems: tuple[Problem, ...]  # grouped by environment, in the order of `sizes`
     functions: Mapping[str, Functions]  # by label, which is the `task` of its problems
     pool: RewardPool  # of the functions on this machine
-    agents: Mapping[str, Agents] = field(default_factory=dict[str, Agents])  # by label, as those
+    agents: Mapping[str, Agents] = field(default_factory=dict[str, Agents])  # by label
 
     @property
     def has_room(self) -> bool:

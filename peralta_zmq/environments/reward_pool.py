@@ -213,7 +213,7 @@ class _Worker:
                 start_new_session=True,
             )
         self._loaded = set[str]()
-        self._has_hung = False  # a call in it
+        self._has_hung = False  # whether a call took too long
         self._replies = dict[int, asyncio.Future[object]]()
         self._reading = asyncio.ensure_future(self._read_replies(reader, self._process))
 

@@ -2,7 +2,8 @@
 
 The child is a fork of the reward worker, so that it has the tool's module without importing it, in
 the worker's process group, so that it ends with the worker, and in a temporary directory. The
-limits are no sandbox for hostile code (docs/security.md).
+limits are no sandbox for hostile code (docs/security.md). The tool `python` runs in a container
+instead, where podman is installed (code_tool.py).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def adopt_orphans() -> None:
 
 
 def continue_after_parent() -> None:
-    """Continue, if stopped, when the parent dies, so that this process can end. On Linux."""
+    """Let a stop of this process end with its parent, so that it can end, too. On Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGCONT, 0, 0, 0)  # PR_SET_PDEATHSIG
 

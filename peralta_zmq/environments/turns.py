@@ -115,8 +115,8 @@ class ReplyCall:
                 return tool_messages(calls, tools, timeout_seconds=self.tool_seconds)
             except OSError as error:
                 return RewardError(
-                    f"the tools of problem {self.problem.id} cannot be executed: {error}; free "
-                    "memory, or disk space in the folder for temporary files, if it is short"
+                    f"the tools of problem {self.problem.id} cannot be executed: {error}; they "
+                    "need memory, and disk space in the folder for temporary files"
                 )
         (reply,) = functions
         options = {"tool_seconds": self.tool_seconds} if self.tool_seconds else {}

@@ -43,7 +43,7 @@ from peralta_zmq.rollout import (
 )
 from peralta_zmq.serving.chats import MAX_WAITING
 
-SESSION_MODEL = "session:"  # and its key: the model, for a client whose address is fixed
+SESSION_MODEL = "session:"  # start of a model name that ends with the key of a session
 END_OF_REASONING = "</think>"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in place of the bytes of an incomplete character
 # Fields without an effect on completions, and fields that must have one of the values here. A field
